@@ -1,0 +1,48 @@
+"""Forge: a tape, ops, and GPTs that train with them."""
+
+from forge import ops
+from forge.autograd.check import check_grads, value_and_grad
+from forge.autograd.node import Var
+from forge.autograd.tape import Tape
+from forge.backends.registry import strict
+from forge.errors import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeviceError,
+    DtypeError,
+    FallbackError,
+    ForgeError,
+    GradientError,
+    NonFiniteError,
+    ShapeError,
+    TapeError,
+)
+from forge.tensor import Device, Tensor, tensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Device",
+    "DeviceError",
+    "DtypeError",
+    "FallbackError",
+    "ForgeError",
+    "GradientError",
+    "NonFiniteError",
+    "ShapeError",
+    "Tape",
+    "TapeError",
+    "Tensor",
+    "Var",
+    "check_grads",
+    "ops",
+    "strict",
+    "tensor",
+    "value_and_grad",
+]

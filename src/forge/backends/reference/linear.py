@@ -1,0 +1,50 @@
+"""Products."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from forge.backends.reference.arrays import Array, read, write
+from forge.backends.reference.pointwise import gelu_array
+from forge.tensor import Tensor
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    *,
+    out: Tensor,
+    trans_a: bool,
+    trans_b: bool,
+    alpha: float,
+    b_rows: int | None,
+    accumulate: bool,
+) -> None:
+    """out (+)= alpha op(a) op(b) + bias; `b_rows` uses only b's first rows, as stored."""
+    x, y = read(a), read(b)
+    if b_rows is not None:
+        y = y[..., :b_rows, :]
+    product = _transposed(x, trans_a) @ _transposed(y, trans_b)
+    product = product * np.asarray(alpha, product.dtype)
+    if bias is not None:
+        product = product + read(bias)
+    if accumulate:
+        product = read(out) + product
+    write(out, product)
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, *, out: Tensor, pre: Tensor | None, gelu: str | None
+) -> None:
+    """pre = x w + bias; out = gelu(pre), or pre itself where gelu is None."""
+    product = read(x) @ read(w)
+    if bias is not None:
+        product = product + read(bias)
+    if pre is not None:
+        write(pre, product)
+    write(out, product if gelu is None else gelu_array(product, gelu))
+
+
+def _transposed(array: Array, trans: bool) -> Array:
+    return np.swapaxes(array, -1, -2) if trans else array

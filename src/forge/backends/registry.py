@@ -1,0 +1,120 @@
+"""Which kernel serves an op on a device for a dtype, and what stands in where there is none.
+
+`kernels(x).gelu(x, out=out, form=form)` runs the kernel of x's device for x's dtype. A backend
+lists what it implements in the table `KERNELS` of its package; for the rest the reference stands
+in, which `report()` shows and `strict()` forbids.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from forge import dtypes
+from forge.backends.reference import KERNELS as REFERENCE
+from forge.errors import FallbackError
+from forge.tensor import Device, Tensor
+
+# Backend package by kind of device.
+BACKENDS = {"cpu": "forge.backends.cpu", "reference": "forge.backends.reference"}
+
+
+class Kernels:
+    """The kernels of one device and dtype; each is looked up when it is first asked for."""
+
+    def __init__(self, device: Device, dtype: str) -> None:
+        self._device = device
+        self._dtype = dtype
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = _choose(name, self._device, self._dtype)
+        setattr(self, name, function)
+        return function
+
+
+_bound: dict[tuple[Device, str], Kernels] = {}
+_strict = False
+
+
+class Row(NamedTuple):
+    """Which implementation serves a kernel on a device for a dtype."""
+
+    kernel: str
+    device: str
+    dtype: str
+    implementation: str
+
+
+def kernels(x: Tensor) -> Kernels:
+    """The kernels for x's device and dtype, by name."""
+    key = (x.device, x.dtype)
+    bound = _bound.get(key)
+    if bound is None:
+        bound = _bound[key] = Kernels(*key)
+    return bound
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Within this block a reference kernel that would stand in raises `FallbackError`."""
+    global _strict
+    before = _strict
+    _strict = True
+    _bound.clear()
+    try:
+        yield
+    finally:
+        _strict = before
+        _bound.clear()
+
+
+def forbid_fallbacks() -> None:
+    """`strict()` for the rest of the process."""
+    global _strict
+    _strict = True
+    _bound.clear()
+
+
+def implementation(kernel: str, kind: str, dtype: str) -> str:
+    """The backend that serves a kernel: `kind` itself, or "reference"."""
+    table = importlib.import_module(BACKENDS[kind]).KERNELS
+    served = table.get(kernel)
+    return kind if served is not None and dtype in served.dtypes else "reference"
+
+
+def report() -> list[Row]:
+    """A row for every kernel, device and floating dtype."""
+    return [
+        Row(kernel, kind, dtype, implementation(kernel, kind, dtype))
+        for kernel in REFERENCE
+        for kind in BACKENDS
+        for dtype in sorted(dtypes.FLOATING)
+    ]
+
+
+def _choose(name: str, device: Device, dtype: str) -> Callable[..., Any]:
+    if device.plan:
+        return _planned
+    kind = device.kind
+    backend = implementation(name, kind, dtype)
+    if backend != kind and _strict:
+        return _forbidden(name, kind, dtype)
+    function: Callable[..., Any] = importlib.import_module(BACKENDS[backend]).KERNELS[name].load()
+    return function
+
+
+def _planned(*args: Any, **keywords: Any) -> bool:
+    """A plan runs no kernel; as an answer, everything is finite."""
+    return True
+
+
+def _forbidden(name: str, kind: str, dtype: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **keywords: Any) -> None:
+        raise FallbackError(
+            f"[{name}] expected a {kind} kernel for {dtype}, got only the reference; "
+            "`forge kernels` lists what there is, and without strict the reference serves"
+        )
+
+    return refuse

@@ -1,0 +1,45 @@
+"""Dtype names and what follows from them.
+
+Dtypes are strings everywhere in Forge; this is the one place that maps them to NumPy. bfloat16 is
+`ml_dtypes.bfloat16`: storage and casts, with arithmetic left to kernels that widen it.
+"""
+
+import ml_dtypes
+import numpy as np
+
+from forge.errors import DtypeError
+
+NUMPY: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int64": np.dtype(np.int64),
+    "bool": np.dtype(np.bool_),
+}
+NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in NUMPY.items()}
+FLOATING = frozenset({"float32", "float64", "bfloat16"})
+ITEMSIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in NUMPY.items()}
+
+# Spacing of 1.0: what tolerances are stated in.
+EPSILON: dict[str, float] = {"float32": 2.0**-23, "float64": 2.0**-52, "bfloat16": 2.0**-7}
+
+
+def from_numpy(dtype: np.dtype) -> str:
+    """Name of a NumPy dtype; raises `DtypeError` for one that Forge does not store."""
+    name = NAMES.get(dtype)
+    if name is None:
+        raise DtypeError(
+            f"[dtype] expected one of {', '.join(NUMPY)}, got NumPy's {dtype}; "
+            "convert it with .astype first"
+        )
+    return name
+
+
+def check(op: str, dtype: str) -> str:
+    """Return `dtype` if it names one, else raise `DtypeError`."""
+    if dtype not in NUMPY:
+        raise DtypeError(
+            f"[{op}] expected a dtype of {', '.join(NUMPY)}, got {dtype!r}; "
+            'dtypes are named by strings, such as "float32"'
+        )
+    return dtype

@@ -1,0 +1,242 @@
+"""GPT-2 (Radford et al., 2019): a frozen description and pure functions of named parameters.
+
+Names and shapes are Hugging Face's, so files need no conversion; weights are [in, out]. With Vars
+as parameters the functions record; with Tensors they only compute.
+
+Shapes: B samples, T positions, C width, H heads of width D = C / H, L blocks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forge import ops
+from forge.errors import ConfigError
+from forge.tensor import Device, Shape, Tensor, tensor, zeros
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The size of a GPT-2. Raises `ConfigError` where heads do not divide the width.
+
+    `init_std` is the spread of the initial weights, by default sqrt(2 / (5 C)): 0.056 for C = 128
+    and 0.023 for C = 768, where Hugging Face has 0.02 for all. The `pdrop`s are dropout
+    probabilities: of embeddings, of what each branch adds, and of attention.
+    """
+
+    vocab_size: int = 50257
+    block_size: int = 1024
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    embd_pdrop: float = 0.0
+    resid_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    layer_norm_epsilon: float = 1e-5
+    init_std: float | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (self.vocab_size, self.block_size, self.n_layer, self.n_head, self.n_embd)
+        if min(sizes) < 1 or self.n_embd % self.n_head:
+            raise ConfigError(
+                "[gpt2] expected sizes of at least 1 and n_embd divisible by n_head, got "
+                f"vocab_size={self.vocab_size} block_size={self.block_size} "
+                f"n_layer={self.n_layer} n_head={self.n_head} n_embd={self.n_embd}"
+            )
+
+
+@dataclass(frozen=True)
+class Rng:
+    """Where dropout's numbers come from: (seed, step), and this micro-batch's first sample."""
+
+    key: Tensor
+    first_sample: int = 0
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of the positions so far: per block two Tensors [B, H, N, D]."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class GPT2:
+    """The functions of a GPT-2 of one size; it holds no state."""
+
+    config: GPT2Config
+
+    def shapes(self) -> dict[str, Shape]:
+        """Name and shape of every parameter, in model order."""
+        c = self.config
+        C = c.n_embd
+        block = {
+            "ln_1.weight": (C,),
+            "ln_1.bias": (C,),
+            "attn.c_attn.weight": (C, 3 * C),
+            "attn.c_attn.bias": (3 * C,),
+            "attn.c_proj.weight": (C, C),
+            "attn.c_proj.bias": (C,),
+            "ln_2.weight": (C,),
+            "ln_2.bias": (C,),
+            "mlp.c_fc.weight": (C, 4 * C),
+            "mlp.c_fc.bias": (4 * C,),
+            "mlp.c_proj.weight": (4 * C, C),
+            "mlp.c_proj.bias": (C,),
+        }
+        shapes: dict[str, Shape] = {
+            "wte.weight": (c.vocab_size, C),
+            "wpe.weight": (c.block_size, C),
+        }
+        for layer in range(c.n_layer):
+            shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
+        return shapes | {"ln_f.weight": (C,), "ln_f.bias": (C,)}
+
+    def init(self, seed: int) -> dict[str, np.ndarray]:
+        """Initial parameters, float32: a pure function of the seed.
+
+        Norms are ones and zeros, biases zero, all else normal with `init_std`, which for the two
+        projections that end in the residual stream is divided by sqrt(2 L), the number of branches
+        added to it. Each parameter has a stream of its own.
+        """
+        c = self.config
+        std = math.sqrt(2.0 / (5.0 * c.n_embd)) if c.init_std is None else c.init_std
+        arrays = {}
+        for stream, (name, shape) in enumerate(self.shapes().items()):
+            if len(shape) == 1:
+                norm_scale = name.split(".")[-2].startswith("ln_") and name.endswith("weight")
+                arrays[name] = np.full(shape, float(norm_scale), np.float32)
+                continue
+            generator = np.random.Generator(np.random.Philox(key=[seed, stream]))
+            scale = std / math.sqrt(2 * c.n_layer) if "c_proj" in name else std
+            arrays[name] = generator.standard_normal(shape, np.float32) * np.float32(scale)
+        return arrays
+
+    def hidden(
+        self,
+        params: Mapping[str, Any],
+        ids: Tensor,
+        *,
+        rng: Rng | None = None,
+        order: Tensor | None = None,
+        cache: Cache | None = None,
+        pos: int | Tensor = 0,
+    ) -> Any:
+        """The last layer's normalised output, [B, T, C], for ids int64 [B, T].
+
+        `rng` turns dropout on; `order` sorts the ids (see ops.embedding). With a `cache` the
+        positions from `pos` on (an int or int64 [B]) are appended to it, and see what it holds.
+        Raises `ArgumentError` where the context is full.
+        """
+        c = self.config
+        h = ops.embedding(ids, params["wte.weight"], params["wpe.weight"], pos, order)
+        h = self._dropout(h, c.embd_pdrop, rng, 0)
+        y = ops.layernorm(
+            h, params["h.0.ln_1.weight"], params["h.0.ln_1.bias"], c.layer_norm_epsilon
+        )
+        for layer in range(c.n_layer):
+            p = f"h.{layer}."
+            qkv = ops.linear(y, params[p + "attn.c_attn.weight"], params[p + "attn.c_attn.bias"])
+            mixed = self._attention(qkv, layer, rng, cache, pos)
+            h, y = self._branch(params, h, mixed, p + "attn.c_proj", p + "ln_2", rng, 3 * layer + 2)
+            wide = ops.linear(
+                y, params[p + "mlp.c_fc.weight"], params[p + "mlp.c_fc.bias"], gelu="tanh"
+            )
+            norm = f"h.{layer + 1}.ln_1" if layer + 1 < c.n_layer else "ln_f"
+            h, y = self._branch(params, h, wide, p + "mlp.c_proj", norm, rng, 3 * layer + 3)
+        return y
+
+    def logits(self, params: Mapping[str, Any], ids: Tensor, **keywords: Any) -> Any:
+        """Logits [B, T, V] for ids [B, T]; keywords as `hidden`'s."""
+        y = self.hidden(params, ids, **keywords)
+        flat = ops.reshape(y, (-1, self.config.n_embd))
+        logits = ops.matmul(flat, params["wte.weight"], trans_b=True)
+        return ops.reshape(logits, (*ids.shape, self.config.vocab_size))
+
+    def loss(
+        self,
+        params: Mapping[str, Any],
+        ids: Tensor,
+        targets: Tensor,
+        *,
+        weight: Tensor | None = None,
+        rng: Rng | None = None,
+        order: Tensor | None = None,
+    ) -> Any:
+        """Cross-entropy in nats of the targets int64 [B, T], -100 ignored: a scalar.
+
+        `weight` is the factor of their sum, by default 1 / their number.
+        """
+        y = self.hidden(params, ids, rng=rng, order=order)
+        return ops.linear_cross_entropy(y, params["wte.weight"], targets, weight)
+
+    def cache(self, batch: int, length: int, device: Device, dtype: str = "float32") -> Cache:
+        """Room for `length` positions of `batch` samples."""
+        c = self.config
+        shape = (batch, c.n_head, length, c.n_embd // c.n_head)
+        keys = tuple(zeros(shape, dtype, device) for _ in range(c.n_layer))
+        values = tuple(zeros(shape, dtype, device) for _ in range(c.n_layer))
+        return Cache(keys, values)
+
+    def decode(
+        self, params: Mapping[str, Tensor], ids: Tensor, cache: Cache, pos: int | Tensor
+    ) -> Tensor:
+        """Logits [B, V] that follow the last of ids [B, T], which are appended to the cache."""
+        batch, length = ids.shape
+        y = ops.reshape(self.hidden(params, ids, cache=cache, pos=pos), (-1, self.config.n_embd))
+        last = tensor(np.arange(1, batch + 1) * length - 1, "int64", ids.device)
+        result: Tensor = ops.matmul(ops.take(y, last), params["wte.weight"], trans_b=True)
+        return result
+
+    def _attention(
+        self, qkv: Any, layer: int, rng: Rng | None, cache: Cache | None, pos: int | Tensor
+    ) -> Any:
+        c = self.config
+        if cache is not None:
+            keys, values = cache.keys[layer], cache.values[layer]
+            return ops.cached_attention(ops.kv_append_(keys, values, qkv, pos), keys, values, pos)
+        if rng is None or c.attn_pdrop == 0.0:
+            return ops.attention(qkv, c.n_head)
+        return ops.attention(
+            qkv,
+            c.n_head,
+            c.attn_pdrop,
+            rng.key,
+            site=3 * layer + 1,
+            first_sample=rng.first_sample,
+        )
+
+    def _branch(
+        self,
+        params: Mapping[str, Any],
+        h: Any,
+        x: Any,
+        projection: str,
+        norm: str,
+        rng: Rng | None,
+        site: int,
+    ) -> Any:
+        """Add a branch's projection to the residual stream h, and normalise what comes next."""
+        c = self.config
+        w, bias = params[projection + ".weight"], params[projection + ".bias"]
+        gamma, beta = params[norm + ".weight"], params[norm + ".bias"]
+        if rng is None or c.resid_pdrop == 0.0:
+            branch = ops.linear(x, w)
+        else:
+            # Dropout covers the bias too, so it cannot wait for the addition.
+            branch, bias = self._dropout(ops.linear(x, w, bias), c.resid_pdrop, rng, site), None
+        return ops.add_layernorm(h, branch, bias, gamma, beta, c.layer_norm_epsilon)
+
+    @staticmethod
+    def _dropout(x: Any, p: float, rng: Rng | None, site: int) -> Any:
+        if rng is None or p == 0.0:
+            return x
+        return ops.dropout(
+            x, p, rng.key, site=site, first_sample=rng.first_sample, samples=x.shape[0]
+        )

@@ -1,0 +1,102 @@
+"""The ops: functions that run on Tensors and are recorded on Vars."""
+
+# `operators` attaches + - * / @ and indexing to Tensor and Var.
+from forge.ops import operators as operators
+from forge.ops.attention import (
+    attention,
+    attention_backward,
+    cached_attention,
+    kv_append_,
+    merge_heads,
+    softmax,
+    softmax_backward,
+    split_heads,
+    unmerge_heads,
+    unsplit_heads,
+)
+from forge.ops.embedding import add_positions_, embedding, scatter_add_rows_, scatter_rows
+from forge.ops.linear import linear, matmul
+from forge.ops.loss import (
+    IGNORE_INDEX,
+    cross_entropy,
+    cross_entropy_backward,
+    linear_cross_entropy,
+)
+from forge.ops.norm import add_layernorm, add_layernorm_backward, layernorm, layernorm_backward
+from forge.ops.pointwise import (
+    add,
+    cast,
+    div,
+    dropout,
+    exp,
+    gelu,
+    gelu_backward,
+    log,
+    maximum,
+    mul,
+    neg,
+    scale,
+    sub,
+    tanh,
+    where,
+)
+from forge.ops.reduce import max, mean, sum, sum_rows, sum_to
+from forge.ops.shape import broadcast_to, concat, reshape, slice, take, transpose, unslice
+from forge.ops.update import adamw_, all_finite, global_norm
+
+__all__ = [
+    "IGNORE_INDEX",
+    "adamw_",
+    "add",
+    "add_layernorm",
+    "add_layernorm_backward",
+    "add_positions_",
+    "all_finite",
+    "attention",
+    "attention_backward",
+    "broadcast_to",
+    "cached_attention",
+    "cast",
+    "concat",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "div",
+    "dropout",
+    "embedding",
+    "exp",
+    "gelu",
+    "gelu_backward",
+    "global_norm",
+    "kv_append_",
+    "layernorm",
+    "layernorm_backward",
+    "linear",
+    "linear_cross_entropy",
+    "log",
+    "matmul",
+    "max",
+    "maximum",
+    "mean",
+    "merge_heads",
+    "mul",
+    "neg",
+    "reshape",
+    "scale",
+    "scatter_add_rows_",
+    "scatter_rows",
+    "slice",
+    "softmax",
+    "softmax_backward",
+    "split_heads",
+    "sub",
+    "sum",
+    "sum_rows",
+    "sum_to",
+    "take",
+    "tanh",
+    "transpose",
+    "unmerge_heads",
+    "unslice",
+    "unsplit_heads",
+    "where",
+]

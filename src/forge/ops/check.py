@@ -1,0 +1,153 @@
+"""The checks that ops make of their arguments, one message form for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge.dtypes import FLOATING
+from forge.errors import ArgumentError, DeviceError, DtypeError, GradientError, ShapeError
+from forge.tensor import Device, Shape, Tensor
+
+
+def describe(tensors: dict[str, Any]) -> str:
+    """Shapes, dtypes and devices of named arguments, for a message."""
+    return ", ".join(
+        f"{name}: {list(x.shape)} {x.dtype} on {x.device.name}"
+        if isinstance(x, Tensor)
+        else f"{name}: {type(x).__name__}"
+        for name, x in tensors.items()
+    )
+
+
+def tensors(op: str, **args: Any) -> Device:
+    """Raise unless all are Tensors on one device, which is returned; None is passed over."""
+    device: Device | None = None
+    for x in args.values():
+        if x is None:
+            continue
+        if x.__class__ is not Tensor:
+            raise DtypeError(
+                f"[{op}] expected Tensors, got {describe(args)}; make one with forge.tensor"
+            )
+        if device is None:
+            device = x.device
+        elif x.device is not device:
+            raise DeviceError(
+                f"[{op}] expected one device, got {describe(args)}; copy with forge.tensor(x, "
+                "device=…)"
+            )
+    assert device is not None
+    return device
+
+
+def floating(op: str, **args: Any) -> Device:
+    """Raise unless all are floating Tensors of one dtype on one device; None is passed over."""
+    device = tensors(op, **args)
+    dtype = None
+    for x in args.values():
+        if x is None:
+            continue
+        if dtype is None:
+            dtype = x.dtype
+        if x.dtype != dtype or dtype not in FLOATING:
+            raise DtypeError(
+                f"[{op}] expected floating Tensors of one dtype, got {describe(args)}; "
+                "convert with ops.cast"
+            )
+    return device
+
+
+def integers(op: str, **args: Any) -> Device:
+    """Raise unless all are int64 Tensors on one device; None is passed over."""
+    device = tensors(op, **args)
+    for x in args.values():
+        if x is not None and x.dtype != "int64":
+            raise DtypeError(f"[{op}] expected int64 Tensors, got {describe(args)}")
+    return device
+
+
+def shape(op: str, name: str, got: Shape, expected: Shape, **args: Any) -> None:
+    """Raise `ShapeError` unless `got`, of the argument `name`, is `expected`."""
+    if got != expected:
+        raise ShapeError(
+            f"[{op}] expected {name} of shape {list(expected)}, got {list(got)}"
+            + (f"; {describe(args)}" if args else "")
+        )
+
+
+def rank(op: str, name: str, x: Tensor, *allowed: int) -> None:
+    """Raise `ShapeError` unless x has one of the allowed numbers of dimensions."""
+    if len(x.shape) not in allowed:
+        raise ShapeError(
+            f"[{op}] expected {name} of rank {' or '.join(map(str, allowed))}, "
+            f"got shape {list(x.shape)}"
+        )
+
+
+def that(condition: bool, op: str, expected: str, got: object, hint: str = "") -> None:
+    """Raise `ArgumentError` unless the condition holds."""
+    if not condition:
+        raise ArgumentError(f"[{op}] expected {expected}, got {got}" + (hint and f"; {hint}"))
+
+
+def axis(op: str, value: int, ndim: int) -> int:
+    """The axis counted from the front; raises `ShapeError` where there is none such."""
+    if not -ndim <= value < ndim:
+        raise ShapeError(f"[{op}] expected an axis of a rank-{ndim} Tensor, got {value}")
+    return value % ndim
+
+
+def gelu_form(op: str, form: str | None) -> None:
+    """Raise `ArgumentError` unless `form` names a form of gelu."""
+    that(form in ("tanh", "erf"), op, 'a gelu form "tanh" or "erf"', repr(form))
+
+
+def dropout(op: str, device: Device, key: Any, p: float) -> None:
+    """Raise unless p is a probability below 1 and `key` an int64 [2] Tensor on the device."""
+    that(0.0 <= p < 1.0, op, "a probability 0 <= p < 1", p)
+    if p > 0.0:
+        integers(op, key=key)
+        shape(op, "key", key.shape, (2,))
+        if key.device is not device:
+            raise DeviceError(f"[{op}] expected the key on {device.name}, got {key.device.name}")
+
+
+def ids(op: str, name: str, x: Tensor, limit: int, ignore_index: int | None = None) -> None:
+    """Raise `ArgumentError` unless all ids on a host lie in [0, limit), or are ignored."""
+    if x.array is None or x.size == 0 or x.device.kind not in ("cpu", "reference"):
+        return
+    low, high = int(x.array.min()), int(x.array.max())
+    if low < 0 and ignore_index is not None:
+        counted = x.array[x.array != ignore_index]
+        low = int(counted.min()) if counted.size else 0
+    that(
+        low >= 0 and high < limit,
+        op,
+        f"{name} in [0, {limit})",
+        f"{low} to {high}",
+        "the tokenizer and the model's vocabulary differ",
+    )
+
+
+def no_gradient(op: str, name: str, hint: str) -> GradientError:
+    """The error for a gradient that an op does not give."""
+    return GradientError(f"[{op}] expected a Tensor for {name}, got a Var; {hint}")
+
+
+def position(op: str, pos: Any, batch: int, length: int, room: int) -> None:
+    """Raise unless `pos` is an int or an int64 [B] whose positions pos … pos + length - 1 exist."""
+    if isinstance(pos, Tensor):
+        integers(op, pos=pos)
+        shape(op, "pos", pos.shape, (batch,))
+        if pos.array is None or not batch or pos.device.kind not in ("cpu", "reference"):
+            return
+        first, last = int(pos.array.min()), int(pos.array.max())
+    else:
+        first = last = pos
+    that(
+        first >= 0 and last + length <= room,
+        op,
+        f"positions in [0, {room})",
+        f"{first} to {last + length - 1}",
+        "the context is full",
+    )

@@ -1,0 +1,105 @@
+"""What connects the ops to Tensor, Var and Tape: one visible table, and the tape's arithmetic."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+from forge.autograd.node import Var
+from forge.autograd.tape import Tape
+from forge.backends.registry import kernels
+from forge.errors import ShapeError
+from forge.ops.linear import matmul
+from forge.ops.pointwise import add, div, mul, neg, scale, sub
+from forge.ops.reduce import sum_to
+from forge.ops.shape import reshape, slice, take
+from forge.tensor import Tensor, tensor
+
+
+def _lift(x: Any, like: Any) -> Any:
+    """A number as a scalar Tensor of `like`'s dtype and device."""
+    return tensor(x, like.dtype, like.device) if isinstance(x, int | float) else x
+
+
+def _times(x: Any, y: Any) -> Any:
+    return scale(x, y) if isinstance(y, int | float) else mul(x, y)
+
+
+def index(x: Any, key: Any) -> Any:
+    """x[key]: ints, slices with a positive step, `...`, or one int64 Tensor of rows.
+
+    Raises ShapeError for anything else, and for an int out of range.
+    """
+    if isinstance(key, Tensor):
+        return take(x, key)
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if Ellipsis in keys:
+        at = keys.index(Ellipsis)
+        keys[at : at + 1] = [builtins.slice(None)] * (len(x.shape) - len(keys) + 1)
+    keys += [builtins.slice(None)] * (len(x.shape) - len(keys))
+    if len(keys) > len(x.shape):
+        raise ShapeError(f"[index] expected at most {len(x.shape)} indices, got {len(keys)}")
+    start, shape, step, kept = [], [], [], []
+    for k, size in zip(keys, x.shape, strict=True):
+        if isinstance(k, builtins.slice):
+            first, stop, stride = k.indices(size)
+            count = len(range(first, stop, stride))
+            kept.append(count)
+        elif isinstance(k, int) and -size <= k < size:
+            first, stride, count = k % size, 1, 1
+        else:
+            raise ShapeError(f"[index] expected ints below {size} or slices, got {k!r}")
+        if stride < 1:
+            raise ShapeError(f"[index] expected a positive step, got {stride}")
+        start.append(first if count else 0)
+        shape.append(count)
+        step.append(stride)
+    if tuple(shape) != x.shape:
+        x = slice(x, tuple(start), tuple(shape), tuple(step))
+    return reshape(x, tuple(kept)) if len(kept) < len(shape) else x
+
+
+OPERATORS = {
+    "__add__": lambda x, y: add(x, _lift(y, x)),
+    "__radd__": lambda x, y: add(_lift(y, x), x),
+    "__sub__": lambda x, y: sub(x, _lift(y, x)),
+    "__rsub__": lambda x, y: sub(_lift(y, x), x),
+    "__mul__": _times,
+    "__rmul__": _times,
+    "__truediv__": lambda x, y: div(x, _lift(y, x)),
+    "__rtruediv__": lambda x, y: div(_lift(y, x), x),
+    "__neg__": lambda x: neg(x),
+    "__matmul__": lambda x, y: matmul(x, y),
+    "__getitem__": index,
+}
+
+for _name, _function in OPERATORS.items():
+    for _class in (Tensor, Var):
+        setattr(_class, _name, _function)
+
+
+class _Arithmetic:
+    """What `Tape.arithmetic` promises, out of ops."""
+
+    add = staticmethod(add)
+    sum_to = staticmethod(sum_to)
+
+    @staticmethod
+    def add_(a: Tensor, b: Tensor) -> None:
+        kernels(b).accumulate(b, out=a)
+        a.storage.version += 1
+
+    @staticmethod
+    def finite(x: Any) -> bool:
+        value = x.value if isinstance(x, Var) else x
+        return bool(kernels(value).finite(value))
+
+    @staticmethod
+    def describe(x: Any) -> str:
+        value = x.value if isinstance(x, Var) else x
+        low, high = kernels(value).extent(value)
+        bad = "" if kernels(value).finite(value) else ", not all finite"
+        return f"{list(value.shape)} {value.dtype} in [{low:.4g}, {high:.4g}]{bad}"
+
+
+Tape.arithmetic = _Arithmetic

@@ -1,0 +1,126 @@
+"""All parameters of a model as named views of one flat buffer.
+
+Gradients and the optimizer's moments have the same layout, so that clipping and updating are one
+pass over contiguous memory, whatever the number of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge.autograd.node import Var
+from forge.autograd.tape import Tape
+from forge.errors import ShapeError
+from forge.tensor import Device, Shape, Tensor, empty, tensor, zeros
+
+# Every parameter starts at a multiple of this many elements, 256 bytes of float32: so a vector load
+# never crosses a start, and the gaps stay zero.
+ALIGNMENT = 64
+# The update works on pieces of at most this many elements: 64 KiB of each buffer, which four of
+# them share a core's L2 with, and small enough to balance over threads.
+TILE = 16384
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A parameter's place in the flat buffer, and how the optimizer treats it."""
+
+    name: str
+    shape: Shape
+    offset: int
+    size: int
+
+
+class Params(Mapping[str, Tensor]):
+    """Named Tensors over one flat Tensor, in model order; a read-only mapping of them.
+
+    All share the flat buffer's storage, and so its version. `shapes` maps names to shapes.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], device: Device, dtype: str = "float32") -> None:
+        self.segments: list[Segment] = []
+        offset = 0
+        for name, shape in shapes.items():
+            size = int(np.prod(shape, dtype=np.int64))
+            self.segments.append(Segment(name, tuple(shape), offset, size))
+            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        self.flat = zeros((offset,), dtype, device)
+        self._views = {s.name: self.flat.view(s.shape, s.offset) for s in self.segments}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @property
+    def count(self) -> int:
+        """Number of parameters."""
+        return sum(segment.size for segment in self.segments)
+
+    def zeros_like(self, dtype: str | None = None) -> Params:
+        """Zeros in the same layout: for gradients and moments."""
+        shapes = {segment.name: segment.shape for segment in self.segments}
+        return Params(shapes, self.flat.device, dtype or self.flat.dtype)
+
+    def zero_(self) -> None:
+        """Set every element to zero."""
+        if self.flat.array is not None:
+            self.flat.array.fill(0)
+        self.flat.storage.version += 1
+
+    def leaves(self, tape: Tape, into: Params | None = None) -> dict[str, Var]:
+        """A leaf for every parameter, whose gradient is added to the same name of `into`."""
+        return {
+            name: tape.leaf(value, into=None if into is None else into[name])
+            for name, value in self._views.items()
+        }
+
+    def load_(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Copy arrays of the same names and shapes in; raises `ShapeError` where they differ."""
+        missing, extra = self.keys() - arrays.keys(), arrays.keys() - self.keys()
+        if missing or extra:
+            raise ShapeError(
+                f"[params] expected the model's {len(self)} names, got "
+                f"{_some(missing)} missing and {_some(extra)} unknown"
+            )
+        for name, view in self._views.items():
+            if arrays[name].shape != view.shape:
+                raise ShapeError(
+                    f"[params] expected {name} of shape {list(view.shape)}, "
+                    f"got {list(arrays[name].shape)}"
+                )
+        for name, view in self._views.items():
+            if view.array is not None:
+                view.array[...] = arrays[name]
+        self.flat.storage.version += 1
+
+    def numpy(self) -> dict[str, np.ndarray]:
+        """Copies of all parameters on the host, by name."""
+        return {name: view.numpy() for name, view in self._views.items()}
+
+    def tiles(self, skip: Iterable[str] = ()) -> Tensor:
+        """int64 [m, 3]: rows (start, stop, segment) of at most `TILE` elements, none of `skip`."""
+        frozen = set(skip)
+        rows = [
+            (start, min(start + TILE, s.offset + s.size), index)
+            for index, s in enumerate(self.segments)
+            if s.name not in frozen
+            for start in range(s.offset, s.offset + s.size, TILE)
+        ]
+        device = self.flat.device
+        if not rows:
+            return empty((0, 3), "int64", device)
+        return tensor(np.array(rows, np.int64), device=device)
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return (", ".join(ordered[:3]) or "none") + more
