@@ -1,0 +1,1 @@
+"""Data: from text to batches of tokens."""
