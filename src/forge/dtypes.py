@@ -24,6 +24,11 @@ ITEMSIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in NUMPY.items(
 EPSILON: dict[str, float] = {"float32": 2.0**-23, "float64": 2.0**-52, "bfloat16": 2.0**-7}
 
 
+def accumulator(dtype: str) -> str:
+    """The dtype that sums over values of `dtype` are kept in: statistics, losses, gradients."""
+    return "float32" if dtype == "bfloat16" else dtype
+
+
 def from_numpy(dtype: np.dtype) -> str:
     """Name of a NumPy dtype; raises `DtypeError` for one that Forge does not store."""
     name = NAMES.get(dtype)

@@ -21,6 +21,10 @@ class DeviceError(ForgeError, RuntimeError):
     """A device that is absent, unknown, or differs between arguments."""
 
 
+class OutOfMemoryError(DeviceError, MemoryError):
+    """A device without room for what was asked."""
+
+
 class ArgumentError(ForgeError, ValueError):
     """An attribute (a probability, a form, an axis) out of its range."""
 

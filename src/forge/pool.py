@@ -1,10 +1,16 @@
-"""Host memory that is reused instead of returned to the system.
+"""Memory that is reused instead of returned to the system.
 
-A training step asks for the same few hundred buffers every time. Fresh pages cost a page fault per
-4 KiB (at 124M parameters more than the kernels that fill them), so a freed buffer waits in a list
-for the next request of its size. The pool also counts: `peak` is the memory a step needs, and on a
-plan device, which has no memory at all, the same count tells it beforehand.
+A training step asks for the same few hundred buffers every time. Fresh host pages cost a page fault
+per 4 KiB (at 124M parameters more than the kernels that fill them), and allocating on a GPU waits
+for it; so a freed buffer waits in a list for the next request of its size. The pool also counts:
+`peak` is the memory a step needs, and on a plan device, which has no memory at all, the same count
+tells it beforehand.
 """
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,47 +20,124 @@ ALIGNMENT = 64
 GRANULE = 256
 
 
-def rounded(nbytes: int) -> int:
-    """Bytes that a request of `nbytes` takes from the pool."""
-    return max(GRANULE, (nbytes + GRANULE - 1) // GRANULE * GRANULE)
+class Memory(Protocol):
+    """Where a device's buffers come from, and how a Tensor's elements get there and back."""
+
+    def allocate(self, size: int) -> Any:
+        """A new buffer of `size` bytes; raises `MemoryError` where they are not free."""
+
+    def release(self, buffer: Any) -> None:
+        """Return a buffer to the system."""
+
+    def fill(self, x: Any, value: float) -> None:
+        """Set every element of the Tensor x."""
+
+    def write(self, x: Any, array: np.ndarray) -> None:
+        """Copy a host array of x's shape into the Tensor x, converting to its dtype."""
+
+    def read(self, x: Any) -> np.ndarray:
+        """A copy of the Tensor x on the host."""
+
+    def copy(self, source: Any, x: Any) -> None:
+        """Copy a Tensor of this memory into x, of its shape and dtype."""
+
+
+class HostMemory:
+    """The host's own memory: a Tensor's `array` is a view of its buffer."""
+
+    def allocate(self, size: int) -> np.ndarray:
+        """A new buffer of `size` bytes."""
+        raw = np.empty(size + ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        return raw[start : start + size]
+
+    def release(self, buffer: np.ndarray) -> None:
+        """Nothing: an array goes with the last that refers to it."""
+
+    def fill(self, x: Any, value: float) -> None:
+        """Set every element of x."""
+        x.array.fill(value)
+
+    def write(self, x: Any, array: np.ndarray) -> None:
+        """Copy an array into x."""
+        x.array[...] = array
+
+    def read(self, x: Any) -> np.ndarray:
+        """A copy of x."""
+        return np.array(x.array)
+
+    def copy(self, source: Any, x: Any) -> None:
+        """Copy a Tensor into x."""
+        x.array[...] = source.array
+
+
+class NoMemory:
+    """A plan's memory: buffers are None, and nothing is stored in them."""
+
+    def allocate(self, size: int) -> None:
+        """No buffer."""
+
+    def release(self, buffer: None) -> None:
+        """Never called: there is none."""
+
+    def fill(self, x: Any, value: float) -> None:
+        """Nothing."""
+
+    def write(self, x: Any, array: np.ndarray) -> None:
+        """Nothing."""
+
+    def read(self, x: Any) -> np.ndarray:
+        """Never called: a Tensor without memory refuses before."""
+        raise AssertionError("a plan has no memory to read")
+
+    def copy(self, source: Any, x: Any) -> None:
+        """Nothing."""
 
 
 class Pool:
     """Buffers of one device by size: bytes `in_use`, their `peak`, and bytes `held` in free lists.
 
-    With `backed=False` it hands out None and only counts.
+    `memory` provides the buffers. A `bounded` pool never holds more than was ever in use: where the
+    sizes keep changing, as with prompts of every length, the old ones are returned.
     """
 
-    __slots__ = ("_free", "backed", "held", "in_use", "peak")
+    __slots__ = ("_bounded", "_closed", "_free", "_memory", "held", "in_use", "peak")
 
-    def __init__(self, *, backed: bool = True) -> None:
-        self.backed = backed
+    def __init__(self, memory: Memory, *, bounded: bool = False) -> None:
+        self._memory = memory
+        self._bounded = bounded
+        self._closed = False
         self.in_use = 0
         self.peak = 0
         self.held = 0
-        self._free: dict[int, list[np.ndarray]] = {}
+        self._free: defaultdict[int, list[Any]] = defaultdict(list)
 
-    def take(self, size: int) -> np.ndarray | None:
+    def take(self, size: int) -> Any:
         """A buffer of `size` bytes (a multiple of `GRANULE`), its content undefined."""
         self.in_use += size
         if self.in_use > self.peak:
             self.peak = self.in_use
-        if not self.backed:
-            return None
         free = self._free.get(size)
         if free:
             self.held -= size
             return free.pop()
-        raw = np.empty(size + ALIGNMENT, dtype=np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        return raw[start : start + size]
+        if self._bounded and self.held > self.peak:
+            self.trim()
+        try:
+            return self._memory.allocate(size)
+        except MemoryError:
+            # What waits in lists of other sizes may be what is missing.
+            self.trim()
+            return self._memory.allocate(size)
 
-    def give(self, size: int, buffer: np.ndarray | None) -> None:
+    def give(self, size: int, buffer: Any) -> None:
         """Take a buffer back; None (a plan's, or one that another library holds) only counts."""
         self.in_use -= size
         if buffer is not None:
             self.held += size
-            self._free.setdefault(size, []).append(buffer)
+            self._free[size].append(buffer)
+            if self._closed:
+                self.trim()
 
     def reset_peak(self) -> None:
         """Measure `peak` from now on."""
@@ -62,5 +145,18 @@ class Pool:
 
     def trim(self) -> None:
         """Return every unused buffer to the system."""
+        for buffers in self._free.values():
+            for buffer in buffers:
+                self._memory.release(buffer)
         self._free.clear()
         self.held = 0
+
+    def close(self) -> None:
+        """Return what is unused, and from now on each buffer as soon as it comes back."""
+        self._closed = True
+        self.trim()
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes that a request of `nbytes` takes from the pool."""
+    return ((nbytes or 1) + GRANULE - 1) // GRANULE * GRANULE

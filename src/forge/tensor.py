@@ -8,14 +8,15 @@ and so one version. Tensors are contiguous.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from forge import dtypes
-from forge.errors import DeviceError, DtypeError, ShapeError
-from forge.pool import Pool, rounded
+from forge.errors import DeviceError, DtypeError, ForgeError, ShapeError
+from forge.pool import HostMemory, Memory, NoMemory, Pool, rounded
 
 Shape = tuple[int, ...]
 
@@ -23,17 +24,24 @@ Shape = tuple[int, ...]
 class Device:
     """A place where Tensors live and kernels run; `Device("cpu")` is always the same object.
 
-    Names: `cpu`; `reference` (host memory, plain NumPy kernels only); `plan:cpu` (no memory and no
-    kernels: the same code then only counts what it would allocate). Raises `DeviceError` for any
-    other name.
+    Names: `cpu`; `cuda`, an NVIDIA GPU, the first that CUDA_VISIBLE_DEVICES shows; `reference`
+    (host memory, plain NumPy kernels only); `plan:cpu` and `plan:cuda` (no memory and no kernels:
+    the same code then only counts what it would allocate). Raises `DeviceError` for any other name,
+    and for `cuda` with the reason where it cannot work.
     """
 
-    __slots__ = ("kind", "name", "plan", "pool")
+    __slots__ = ("kind", "memory", "name", "plan", "pool")
     _known: ClassVar[dict[str, Device]] = {}
+    # How to reach the memory of each kind of device; `forge.backends.registry` adds "cuda".
+    memories: ClassVar[dict[str, Callable[[], Memory]]] = {
+        "cpu": HostMemory,
+        "reference": HostMemory,
+    }
 
     name: str
     kind: str
     plan: bool
+    memory: Memory
     pool: Pool
 
     def __new__(cls, name: str | Device) -> Device:  # noqa: D102
@@ -48,14 +56,14 @@ class Device:
     @classmethod
     def _make(cls, name: str) -> Device:
         plan, kind = name.startswith("plan:"), name.removeprefix("plan:")
-        if kind not in ("cpu", "reference"):
+        if kind not in cls.memories:
             raise DeviceError(
-                f"[device] expected cpu, reference or plan:cpu, got {name!r}; "
-                "this version of Forge computes on the CPU"
+                f"[device] expected {', '.join(cls.memories)} or plan:cpu, got {name!r}"
             )
         device = object.__new__(cls)
         device.name, device.kind, device.plan = name, kind, plan
-        device.pool = Pool(backed=not plan)
+        device.memory = NoMemory() if plan else cls.memories[kind]()
+        device.pool = Pool(device.memory, bounded=True)
         return device
 
     def __repr__(self) -> str:
@@ -68,35 +76,44 @@ class Device:
 class Storage:
     """A buffer on loan from a pool; `version` counts the in-place changes to it."""
 
-    __slots__ = ("__weakref__", "_size", "buffer", "device", "exported", "version")
+    __slots__ = ("__weakref__", "_pool", "_size", "buffer", "device", "exported", "version")
 
     def __init__(self, nbytes: int, device: Device) -> None:
         self._size = rounded(nbytes)
         self.device = device
         self.version = 0
         self.exported = False
-        self.buffer = device.pool.take(self._size)
+        self.buffer: Any = None
+        self._pool = device.pool
+        self.buffer = self._pool.take(self._size)
 
     def __del__(self) -> None:
         # A buffer another library may still read must not be handed out again.
         buffer = None if self.exported else self.buffer
-        self.device.pool.give(self._size, buffer)
+        self._pool.give(self._size, buffer)
 
 
 class Tensor:
     """A value: `shape`, `dtype`, `device`, `storage`. Made by `forge.tensor` and by ops."""
 
-    __slots__ = ("array", "device", "dtype", "shape", "storage")
+    __slots__ = ("array", "device", "dtype", "offset", "shape", "storage")
 
     def __init__(
-        self, shape: Shape, dtype: str, storage: Storage, array: np.ndarray | None
+        self,
+        shape: Shape,
+        dtype: str,
+        storage: Storage,
+        array: np.ndarray | None,
+        offset: int = 0,
     ) -> None:
         self.shape = shape
         self.dtype = dtype
         self.device = storage.device
         self.storage = storage
-        # The host's view of the buffer; None on a plan device, where no kernel runs.
+        # The host's view of the buffer; None where the host cannot see it.
         self.array: Any = array
+        # Elements before this one in the buffer.
+        self.offset = offset
 
     @property
     def ndim(self) -> int:
@@ -113,31 +130,43 @@ class Tensor:
         """Bytes of the elements."""
         return math.prod(self.shape) * dtypes.ITEMSIZE[self.dtype]
 
+    @property
+    def pointer(self) -> int:
+        """Address of the first element, on the host or the GPU."""
+        if self.array is not None:
+            address: int = self.array.ctypes.data
+            return address
+        start: int = self.storage.buffer.address
+        return start + self.offset * dtypes.ITEMSIZE[self.dtype]
+
     def view(self, shape: Shape, offset: int = 0) -> Tensor:
         """`shape` of these elements from element `offset` on, sharing storage and version.
 
         Raises `ShapeError` where the view would reach past the end.
         """
-        count = math.prod(shape)
-        if offset < 0 or offset + count > self.size:
+        count, size = math.prod(shape), math.prod(self.shape)
+        if not 0 <= offset <= offset + count <= size:
             raise ShapeError(
-                f"[view] expected at most {self.size - offset} elements from {offset} on, "
+                f"[view] expected at most {size - offset} elements from {offset} on, "
                 f"got {shape}; the base has shape {self.shape}"
             )
         array = self.array
         if array is not None:
-            array = array.reshape(-1)[offset : offset + count].reshape(shape)
-        return Tensor(shape, self.dtype, self.storage, array)
+            if count != size:
+                array = array.reshape(-1)[offset : offset + count]
+            array = array.reshape(shape)
+        return Tensor(shape, self.dtype, self.storage, array, self.offset + offset)
 
     def numpy(self) -> np.ndarray:
         """A copy on the host, of the same dtype (bfloat16 as `ml_dtypes.bfloat16`)."""
-        return np.array(self._host("numpy"))
+        self._check_memory("numpy")
+        return self.device.memory.read(self)
 
     def item(self) -> float | int | bool:
         """The value of a Tensor of one element, as a Python number."""
         if self.size != 1:
             raise ShapeError(f"[item] expected one element, got shape {self.shape}; use numpy()")
-        value: float | int | bool = self._host("item").item()
+        value: float | int | bool = self.numpy().item()
         return float(value) if self.dtype == "bfloat16" else value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -163,13 +192,26 @@ class Tensor:
         device: tuple[int, int] = self._host("__dlpack_device__").__dlpack_device__()
         return device
 
-    def _host(self, what: str) -> np.ndarray:
-        if self.array is None:
+    def _check_memory(self, what: str) -> None:
+        if self.device.plan:
             raise DeviceError(
                 f"[{what}] expected a Tensor with memory, got {self!r}; a plan device has none"
             )
+
+    def _host(self, what: str) -> np.ndarray:
+        """The array itself, where the host sees it."""
+        self._check_memory(what)
+        if self.array is None:
+            raise DeviceError(
+                f"[{what}] expected a Tensor in the host's memory, got {self!r}; "
+                "copy it there with numpy()"
+            )
         array: np.ndarray = self.array
         return array
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copied and pickled by value: a Storage belongs to its pool.
+        return tensor, (self.numpy(), self.dtype, self.device)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -184,9 +226,37 @@ class Tensor:
 
     def __repr__(self) -> str:
         head = f"Tensor({list(self.shape)}, {self.dtype}, {self.device.name}"
-        if self.array is None or self.size > 16:
+        if self.device.plan or self.size > 16:
             return head + ")"
-        return f"{head}, {np.array2string(self.array, separator=', ', threshold=16)})"
+        return f"{head}, {np.array2string(self.numpy(), separator=', ', threshold=16)})"
+
+
+@dataclass(slots=True)
+class Spec:
+    """Shape, dtype and device of a value that may be gone."""
+
+    shape: Shape
+    dtype: str
+    device: Device
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype} on {self.device.name}"
+
+    def require(self, op: str, what: str, x: Any, *, wider: bool = False) -> None:
+        """Raise `ShapeError`, `DtypeError` or `DeviceError` unless x is such a value.
+
+        With `wider` its dtype may also be a wider floating one.
+        """
+        error: type[ForgeError] | None
+        finer = wider and dtypes.EPSILON.get(getattr(x, "dtype", ""), 1.0)
+        if getattr(x, "shape", None) != self.shape:
+            error = ShapeError
+        elif x.dtype != self.dtype and not 0 < finer < dtypes.EPSILON[self.dtype]:
+            error = DtypeError
+        else:
+            error = None if x.device is self.device else DeviceError
+        if error is not None:
+            raise error(f"[{op}] expected {what} as {self}, got {x!r}")
 
 
 def empty(shape: Shape, dtype: str, device: Device) -> Tensor:
@@ -194,7 +264,7 @@ def empty(shape: Shape, dtype: str, device: Device) -> Tensor:
     numpy_dtype = dtypes.NUMPY[dtype]
     storage = Storage(math.prod(shape) * numpy_dtype.itemsize, device)
     buffer = storage.buffer
-    if buffer is None:
+    if buffer.__class__ is not np.ndarray:
         return Tensor(shape, dtype, storage, None)
     return Tensor(shape, dtype, storage, np.ndarray(shape, numpy_dtype, buffer))
 
@@ -207,8 +277,7 @@ def empty_like(x: Tensor) -> Tensor:
 def full(shape: Shape, value: float, dtype: str, device: Device) -> Tensor:
     """A Tensor that holds `value` everywhere."""
     out = empty(shape, dtype, device)
-    if out.array is not None:
-        out.array.fill(value)
+    device.memory.fill(out, value)
     return out
 
 
@@ -231,21 +300,18 @@ def tensor(array: Any, dtype: str | None = None, device: Device | str | None = N
     """
     if isinstance(array, Tensor):
         device = array.device if device is None else device
-        array = array._host("tensor")
+        array = array.numpy() if array.array is None else array.array
     source = _as_numpy(array)
+    pythons_own = isinstance(array, float | Sequence) and not isinstance(array, np.generic)
+    if dtype is None and pythons_own and source.dtype == np.float64:
+        dtype = "float32"
     name = dtypes.from_numpy(source.dtype) if dtype is None else dtypes.check("tensor", dtype)
     out = empty(source.shape, name, Device("cpu" if device is None else device))
-    if out.array is not None:
-        out.array[...] = source
+    out.device.memory.write(out, source)
     return out
 
 
 def _as_numpy(array: Any) -> np.ndarray:
-    if isinstance(array, np.ndarray | np.generic):
+    if hasattr(array, "__array__") or not hasattr(array, "__dlpack__"):
         return np.asarray(array)
-    if hasattr(array, "__dlpack__"):
-        return np.from_dlpack(array)
-    source = np.asarray(array)
-    if source.dtype == np.float64 and isinstance(array, float | int | Sequence):
-        return source.astype(np.float32)
-    return source
+    return np.from_dlpack(array)

@@ -1,62 +1,64 @@
 """Hooks: what sees every node of a tape, forward and backward.
 
-`Tape(hooks=[Timer()])` calls each hook around every op and every rule. A hook watches; it changes
-nothing. `phase` is "forward" or "backward", `index` the node's place on the tape; `inputs` and
-`outputs` map names to values: of the op, or of the gradients its rule takes and returns.
+A hook is any callable: `Tape(hooks=[Timer()])` calls it with an Event before and after every op and
+every rule. A hook watches; it changes nothing.
 """
 
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 from forge.errors import NonFiniteError
 
-Values = dict[str, Any]
+
+class Event(NamedTuple):
+    """An op ("forward") or its rule ("backward"), `node` being its place on the tape.
+
+    `inputs` and `outputs` map names to values: of the op, or of the gradients that its rule takes
+    and returns ("dx"). `outputs` is None before it runs.
+    """
+
+    phase: str
+    op: str
+    node: int
+    inputs: dict[str, Any]
+    outputs: dict[str, Any] | None
 
 
-class Hook:
-    """Base of all hooks; override what is needed."""
-
-    def before(self, phase: str, op: str, index: int) -> None:
-        """Called before the op or its rule runs."""
-
-    def after(self, phase: str, op: str, index: int, inputs: Values, outputs: Values) -> None:
-        """Called when the op or its rule has run."""
+Hook = Callable[[Event], object]
 
 
-class Anomaly(Hook):
-    """Raises `NonFiniteError` at the first value or gradient that is not finite."""
+def anomaly(finite: Callable[[Any], bool], describe: Callable[[Any], str]) -> Hook:
+    """A hook that raises `NonFiniteError` at the first value or gradient that is not finite."""
 
-    def __init__(self, finite: Callable[[Any], bool], describe: Callable[[Any], str]) -> None:
-        self._finite = finite
-        self._describe = describe
-
-    def after(self, phase: str, op: str, index: int, inputs: Values, outputs: Values) -> None:
-        for name, value in outputs.items():
-            if not self._finite(value):
-                ranges = "; ".join(f"{key}: {self._describe(x)}" for key, x in inputs.items())
+    def check(event: Event) -> None:
+        for name, value in (event.outputs or {}).items():
+            if not finite(value):
+                ranges = "; ".join(f"{key}: {describe(x)}" for key, x in event.inputs.items())
                 raise NonFiniteError(
-                    f"[{op}] expected finite values {phase}, got {self._describe(value)} "
-                    f"in {name} of node {index}; inputs: {ranges}"
+                    f"[{event.op}] expected finite values {event.phase}, got {describe(value)} "
+                    f"in {name} of node {event.node}; inputs: {ranges}"
                 )
 
+    return check
 
-class Timer(Hook):
+
+class Timer:
     """Wall-clock seconds and calls by (phase, op)."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         self.calls: dict[tuple[str, str], int] = defaultdict(int)
-        self._start = 0.0
+        self._starts: list[float] = []  # A recorded sweep runs ops inside of rules.
 
-    def before(self, phase: str, op: str, index: int) -> None:
-        self._start = time.perf_counter()
-
-    def after(self, phase: str, op: str, index: int, inputs: Values, outputs: Values) -> None:
-        self.seconds[phase, op] += time.perf_counter() - self._start
-        self.calls[phase, op] += 1
+    def __call__(self, event: Event) -> None:  # noqa: D102
+        if event.outputs is None:
+            self._starts.append(time.perf_counter())
+        else:
+            self.seconds[event.phase, event.op] += time.perf_counter() - self._starts.pop()
+            self.calls[event.phase, event.op] += 1
 
     def table(self) -> str:
         """The totals, largest first."""
@@ -68,23 +70,19 @@ class Timer(Hook):
         )
 
 
-class Memory(Hook):
-    """Bytes that the device's pool has in use after each node: (phase, op, index, bytes)."""
+class Memory:
+    """Bytes that the device's pool has in use after each node: (phase, op, node, bytes)."""
 
     def __init__(self) -> None:
         self.trace: list[tuple[str, str, int, int]] = []
 
-    def after(self, phase: str, op: str, index: int, inputs: Values, outputs: Values) -> None:
-        for value in list(outputs.values())[:1]:
-            self.trace.append((phase, op, index, value.device.pool.in_use))
+    def __call__(self, event: Event) -> None:  # noqa: D102
+        for value in list((event.outputs or {}).values())[:1]:
+            self.trace.append((*event[:3], value.device.pool.in_use))
 
 
-class Print(Hook):
-    """A line per node."""
-
-    def __init__(self, file: TextIO | None = None) -> None:
-        self._file = sys.stderr if file is None else file
-
-    def after(self, phase: str, op: str, index: int, inputs: Values, outputs: Values) -> None:
-        values = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in outputs.items())
-        print(f"{phase:8} {index:4} {op:24} {values}", file=self._file)
+def show(event: Event) -> None:
+    """Print a line per node to stderr."""
+    if event.outputs is not None:
+        values = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in event.outputs.items())
+        sys.stderr.write(f"{event.phase:8} {event.node:4} {event.op:24} {values}\n")

@@ -7,17 +7,18 @@ them (adding and summing gradients, looking for non-finite values) is put in `Ta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from forge.autograd.hooks import Anomaly, Hook
-from forge.autograd.node import Entry, Node, NodeView, Primitive, Record, Saved, Spec, Var
-from forge.errors import DeviceError, GradientError, ShapeError, TapeError
-from forge.tensor import Tensor, full
-
-# Where a dropped value is not kept: by the nodes of recompute block 1, 2, …, or by none at all.
-NOWHERE, EVERYWHERE = 0, -1
+from forge.autograd import hooks as hooking
+from forge.autograd.hooks import Event, Hook
+from forge.autograd.node import Node, NodeView, Primitive, Var
+from forge.autograd.saves import Saves
+from forge.dtypes import FLOATING
+from forge.errors import DtypeError, GradientError, ShapeError, TapeError
+from forge.tensor import Shape, Spec, Tensor, full
 
 
 class Gradients:
@@ -26,17 +27,19 @@ class Gradients:
     With `create_graph` they are Vars. Raises `TapeError` for anything but a leaf without `into`.
     """
 
-    def __init__(self, tape: Tape, by_id: dict[int, Any]) -> None:
-        self._tape_id = id(tape)
-        self._by_id = {leaf: by_id.get(leaf) for leaf in tape.leaves - tape.buffers.keys()}
+    def __init__(self, leaves: set[int], buffered: Collection[int], by_id: dict[int, Any]) -> None:
+        self._leaves = leaves  # The tape's own set, which tells its leaves from another tape's.
+        self._buffered = frozenset(buffered)
+        self._by_id = by_id
 
     def __getitem__(self, leaf: Var) -> Any:
-        if id(leaf.tape) != self._tape_id or leaf.id not in self._by_id:
+        known = leaf.tape.leaves is self._leaves and leaf.id in self._leaves
+        if not known or leaf.id in self._buffered:
             raise TapeError(
                 f"[backward] expected a leaf of the swept tape without `into`, got {leaf!r}; "
                 "register what needs a gradient with tape.leaf"
             )
-        return self._by_id[leaf.id]
+        return self._by_id.get(leaf.id)
 
 
 class Tape:
@@ -56,209 +59,89 @@ class Tape:
         self, *, recompute: Collection[str] = (), anomaly: bool = False, hooks: Sequence[Hook] = ()
     ) -> None:
         for name in recompute:
-            op, _, output = name.partition(".")
+            op, _, output = name.rpartition(".")
             if op not in self.primitives or output not in self.primitives[op].outputs:
                 raise TapeError(
                     f'[recompute] expected "op.output" of a known op, got {name!r}; '
                     'for example "add_layernorm.y" or "linear.out"'
                 )
-        self.nodes: list[Node | None] = []
+        self.nodes: list[Node] = []
         self.leaves: set[int] = set()
         self.buffers: dict[int, Tensor] = {}
-        self._recompute = frozenset(recompute)
+        # Of every value, by id: its spec, and the node that made it (-1 for a leaf).
+        self.specs: list[Spec] = []
+        self.producers: list[int] = []
+        self.saves = Saves(recompute, self.nodes, self.producers)
         self._hooks = list(hooks)
         if anomaly:
-            self._hooks.append(Anomaly(self.arithmetic.finite, self.arithmetic.describe))
-        self._specs: list[Spec] = []
-        self._producers: list[int] = []
-        self._dropped: dict[int, int] = {}
-        self._remade: dict[int, Tensor] = {}
-        self._region = self._regions = NOWHERE
+            self._hooks.append(hooking.anomaly(self.arithmetic.finite, self.arithmetic.describe))
         self._swept = False
-
-    # Recording
 
     def leaf(self, value: Tensor, *, into: Tensor | None = None) -> Var:
         """A Var for a parameter or input, whose gradient `backward` reports.
 
         With `into` the gradient is added to that Tensor instead: same shape and device, the value's
-        dtype or a wider one. Raises `TapeError`, `ShapeError` or `DeviceError`.
+        dtype or a wider one. Raises `TapeError`, `ShapeError`, `DtypeError` or `DeviceError`.
         """
-        if not isinstance(value, Tensor):
-            raise TapeError(
-                f"[leaf] expected a Tensor, got {type(value).__name__}; make one with forge.tensor"
+        self._check_recording("leaf")
+        if value.__class__ is not Tensor or value.dtype not in FLOATING:
+            raise DtypeError(
+                f"[leaf] expected a floating Tensor, got {value!r}; ids and masks are passed as "
+                "they are, other arrays go through forge.tensor"
             )
         var = self._number(value, -1)
-        self.leaves.add(var.id)
         if into is not None:
-            if into.shape != value.shape:
-                raise ShapeError(f"[leaf] expected `into` of shape {value.shape}, got {into.shape}")
-            if into.device is not value.device:
-                raise DeviceError(f"[leaf] expected `into` on {value.device}, got {into.device}")
+            self.specs[var.id].require("leaf", "`into`", into, wider=True)
             self.buffers[var.id] = into
+        self.leaves.add(var.id)
         return var
 
-    def apply(self, op: Primitive, inputs: dict[str, int], arguments: dict[str, Any]) -> Any:
-        """Run an op on its arguments (Tensors, by name) and append its node; returns Vars."""
-        if self._swept:
-            raise TapeError(
-                f"[{op.name}] expected a tape that records, got one that backward consumed; "
-                "make a new Tape, or sweep with retain=True"
-            )
-        index = len(self.nodes)
-        record = Record(inputs)
-        for hook in self._hooks:
-            hook.before("forward", op.name, index)
-        outputs = op.run(arguments, record)
-        if self._hooks:
-            values = {k: x for k, x in arguments.items() if x.__class__ is Tensor}
-            for hook in self._hooks:
-                results = dict(zip(op.outputs, outputs, strict=True))
-                hook.after("forward", op.name, index, values, results)
-        node = Node(op, inputs, len(self._specs), self._region)
-        variables = tuple([self._number(value, index) for value in outputs])
-        self._save(node, arguments, outputs, record.extras)
-        self.nodes.append(node)
-        return variables if len(variables) > 1 else variables[0]
-
-    def _number(self, value: Tensor, producer: int) -> Var:
-        var = Var(self, len(self._specs), value)
-        self._specs.append(Spec(value.shape, value.dtype, value.device))
-        self._producers.append(producer)
-        return var
-
-    def _save(
-        self,
-        node: Node,
-        arguments: dict[str, Any],
-        outputs: tuple[Tensor, ...],
-        extras: dict[str, Tensor],
-    ) -> None:
-        """Keep what the rule declared, and what making dropped outputs again takes."""
-        op = node.op
-        dropped = self._drop(node) if self._recompute or self._dropped or node.region else ()
-        values = {**arguments, **dict(zip(op.outputs, outputs, strict=True)), **extras}
-        for name in op.saves:
-            if values.get(name).__class__ is Tensor:
-                node.saved[name] = self._entry(node, name, values[name])
-                if name in extras and node.region:
-                    node.saved[name] = None
-        if dropped:
-            keep, names = node.saved, self._remake_needs(node, dropped, values)
-            if names is None:
-                keep = node.again = {}
-                names = [name for name, x in arguments.items() if x.__class__ is Tensor]
-            for name in names:
-                keep[name] = self._entry(node, name, values[name])
-        for name, value in arguments.items():
-            if value.__class__ is Tensor:
-                value = Spec(value.shape, value.dtype, value.device)
-            node.arguments[name] = value
-
-    # Recomputation
-
-    @contextmanager
-    def recompute(self) -> Iterator[None]:
+    def recompute(self) -> AbstractContextManager[None]:
         """Keep only what this block takes from outside; rerun its ops when a rule asks."""
-        outer = self._region
-        self._region = self._regions = self._regions + 1
-        try:
-            yield
-        finally:
-            self._region = outer
+        return self.saves.region()
 
-    def _drop(self, node: Node) -> list[str]:
-        """Mark and name the outputs that are not kept; a view goes with its base."""
-        op = node.op
-        where = node.region
-        if op.view and EVERYWHERE in [self._dropped.get(i) for i in node.inputs.values()]:
-            where = EVERYWHERE
-        dropped = []
-        for identity, name in enumerate(op.outputs, start=node.first):
-            place = EVERYWHERE if f"{op.name}.{name}" in self._recompute else where
-            if place != NOWHERE:
-                self._dropped[identity] = place
-                dropped.append(name)
-        return dropped
-
-    def _entry(self, node: Node, name: str, value: Tensor) -> Entry:
-        identity = node.id_of(name)
-        if identity is not None:
-            place = self._dropped.get(identity, NOWHERE)
-            if place == EVERYWHERE or place == node.region != NOWHERE:
-                return identity
-        return Saved(value, value.storage.version)
-
-    @staticmethod
-    def _remake_needs(
-        node: Node, dropped: list[str], values: dict[str, Any]
-    ) -> tuple[str, ...] | None:
-        """What the op's `Remake` reads, if it makes all that was dropped here."""
-        remake = node.op.remake
-        if remake is None or node.region or dropped != [remake.output]:
-            return None
-        return remake.needs if all(name in values for name in remake.needs) else None
-
-    def _remake(self, identity: int) -> None:
-        """Run again, in their order, the nodes that a dropped value comes from."""
-        needed: dict[int, Node] = {}
-        pending = [identity]
-        while pending:
-            index = self._producers[pending.pop()]
-            node = self.nodes[index]
-            if node is not None and index not in needed:
-                needed[index] = node
-                entries = (node.saved if node.again is None else node.again).values()
-                pending += [i for i in entries if isinstance(i, int) and i not in self._remade]
-        for index in sorted(needed):
-            self._rerun(needed[index])
-
-    def _rerun(self, node: Node) -> None:
-        op = node.op
-        if node.again is None and op.remake is not None:
-            identity = node.first + op.outputs.index(op.remake.output)
-            self._remade[identity] = op.remake.function(NodeView(self, node))
-            return
-        record = Record(node.inputs)
-        again = {name: self._value(node, name, e) for name, e in (node.again or {}).items()}
-        for identity, value in enumerate(op.run({**node.arguments, **again}, record), node.first):
-            if identity in self._dropped:
-                self._remade[identity] = value
-        for name in record.extras.keys() & node.saved.keys():
-            value = record.extras[name]
-            node.saved[name] = Saved(value, value.storage.version)
-
-    def fetch(self, node: Node, name: str, *, tracked: bool) -> Any:
-        """A saved value for a rule: made again if it was dropped; as a Var if `tracked`."""
-        if node.saved[name] is None:
-            self._remake(node.first)
-        value = self._value(node, name, node.saved[name])
-        identity = node.id_of(name) if tracked else None
-        return value if identity is None else Var(self, identity, value)
-
-    def _value(self, node: Node, name: str, entry: Entry) -> Tensor:
-        if not isinstance(entry, Saved):
-            assert entry is not None
-            if entry not in self._remade:
-                self._remake(entry)
-            return self._remade[entry]
-        if entry.value.storage.version != entry.version:
-            raise TapeError(
-                f"[{node.op.name}] expected the saved {name!r} of node "
-                f"{self._producers[node.first]} unchanged, got it changed in place since (version "
-                f"{entry.version}, now {entry.value.storage.version}); change it after backward"
+    def apply(self, op: Primitive, arguments: dict[str, Any]) -> Any:
+        """Run an op on its arguments by name, Vars among them; append its node and return Vars."""
+        self._check_recording(op.name)
+        if op.rule is None:
+            raise GradientError(
+                f"[{op.name}] expected Tensors, got a Var: the op is not differentiable; pass the "
+                "Var's value, or compose the op of smaller ones"
             )
-        return entry.value
-
-    def spec(self, node: Node, name: str) -> Spec:
-        """Shape, dtype and device of a node's input or output."""
-        identity = node.id_of(name)
-        spec = node.arguments.get(name) if identity is None else self._specs[identity]
-        if not isinstance(spec, Spec):
-            raise TapeError(f"[{node.op.name}] expected an input or output, got {name!r}")
-        return spec
-
-    # The sweep
+        inputs, specs, attributes = {}, {}, {}
+        for name, x in arguments.items():
+            if x.__class__ is Var:
+                if x.tape is not self:
+                    raise TapeError(
+                        f"[{op.name}] expected Vars of one tape, got {name!r} from another; "
+                        "finish with one tape before the next, or pass its value"
+                    )
+                inputs[name] = x.id
+                specs[name] = self.specs[x.id]
+                arguments[name] = x.value
+            elif x.__class__ is Tensor:
+                specs[name] = Spec(x.shape, x.dtype, x.device)
+            else:
+                attributes[name] = x
+        for name in op.buffers:
+            if attributes.pop(name, self) is not None:
+                raise TapeError(
+                    f"[{op.name}] expected no {name!r} while recording, got one; it is for rules: "
+                    "give the buffer to tape.leaf"
+                )
+        index = len(self.nodes)
+        if self._hooks:
+            values = {name: arguments[name] for name in specs}
+            self._tell("forward", op, index, values)
+        made = op.run(inputs, arguments)
+        if self._hooks:
+            self._tell("forward", op, index, values, {name: made[name] for name in op.outputs})
+        node = Node(op, index, len(self.specs), inputs, specs, attributes, {})
+        self.saves.save(node, arguments, made)
+        self.nodes.append(node)
+        if len(op.outputs) == 1:
+            return self._number(made[op.outputs[0]], index)
+        return tuple([self._number(made[name], index) for name in op.outputs])
 
     def backward(
         self,
@@ -272,124 +155,164 @@ class Tape:
 
         Each node's saved values and output gradients are freed as soon as its rule has run.
         `retain` keeps the tape for another sweep; `create_graph` also records the sweep itself, so
-        that the gradients are Vars. Raises `TapeError`, `ShapeError`, `GradientError`.
+        that the gradients are Vars. Raises `TapeError`, `GradientError`, and `ShapeError`,
+        `DtypeError` or `DeviceError` for the seed.
         """
-        grads: dict[int, Any] = {}
-        owned: set[int] | None = None if create_graph else set()
-        self._add(grads, owned, root.id, self._seed(root, seed))
-        if create_graph and self.buffers:
-            raise TapeError("[backward] expected leaves without `into` for create_graph, got some")
-        last = self._producers[root.id]
+        seed = self._seed(root, seed, create_graph)
+        last = self.producers[root.id]
         self._swept = not (retain or create_graph)
         if self._swept:
             del self.nodes[last + 1 :]
+        sums: set[int] = set()
+        grads: dict[int, Any] = {root.id: seed}
+        if root.id in self.buffers:
+            self.arithmetic.add_(self.buffers[root.id], grads.pop(root.id))
         for index in range(last, -1, -1):
-            node = self.nodes[index]
-            assert node is not None
-            ids = range(node.first, node.first + len(node.op.outputs))
-            douts = [grads.pop(identity, None) for identity in ids]
-            if any(dout is not None for dout in douts):
-                for name, gradient in self._run_rule(node, index, douts, create_graph).items():
-                    self._add(grads, owned, node.inputs[name], gradient)
+            self._sweep(self.nodes[index], grads, sums, create_graph)
+            self.saves.remade.pop(index, None)
             if self._swept:
-                self.nodes[index] = None
-            for identity in ids:
-                self._remade.pop(identity, None)
-        return Gradients(self, grads)
+                self.nodes.pop()
+        # What is left are the leaves'. Recorded, one that depends on no leaf is a Var all the same.
+        for leaf, gradient in grads.items() if create_graph else ():
+            if isinstance(gradient, Tensor):
+                grads[leaf] = self._number(gradient, -1)
+        return Gradients(self.leaves, self.buffers.keys(), grads)
 
-    def _seed(self, root: Var, seed: Tensor | None) -> Tensor:
-        if not isinstance(root, Var) or root.tape is not self:
-            raise TapeError(f"[backward] expected a root on this tape, got {root!r}")
+    def _check_recording(self, op: str) -> None:
         if self._swept:
             raise TapeError(
-                "[backward] expected a tape that was not swept yet, got a second backward; "
-                "pass retain=True to the first"
+                f"[{op}] expected a tape that records, got one that backward consumed; "
+                "make a new Tape, or sweep with retain=True"
             )
-        spec = self._specs[root.id]
-        if seed is None:
-            if root.value.size != 1:
-                raise ShapeError(
-                    f"[backward] expected a seed for a root of shape {spec.shape}, got none; "
-                    "pass dL/droot, or reduce the root to a scalar"
-                )
-            return full(spec.shape, 1.0, spec.dtype, spec.device)
-        if Spec(seed.shape, seed.dtype, seed.device) != spec:
-            raise ShapeError(f"[backward] expected a seed like the root, {spec}, got {seed!r}")
-        return seed
 
-    def _run_rule(
-        self, node: Node, index: int, douts: list[Any], create_graph: bool
-    ) -> dict[str, Any]:
-        """The gradients of the tracked inputs, checked and summed to their shapes."""
-        op = node.op
-        rule = op.rule_for(twice=create_graph)
+    def _number(self, value: Tensor, producer: int) -> Var:
+        var = Var(self, len(self.specs), value)
+        self.specs.append(Spec(value.shape, value.dtype, value.device))
+        self.producers.append(producer)
+        return var
+
+    def _tell(
+        self, phase: str, op: Primitive, index: int, inputs: Any, outputs: Any = None
+    ) -> None:
+        event = Event(phase, op.name, index, inputs, outputs)
         for hook in self._hooks:
-            hook.before("backward", op.name, index)
-        result = rule(NodeView(self, node, tracked=create_graph), *douts)
-        gradients = {}
+            hook(event)
+
+    def _seed(self, root: Any, seed: Any, create_graph: bool) -> Any:
+        if not isinstance(root, Var) or root.tape is not self:
+            raise TapeError(f"[backward] expected a root on this tape, got {root!r}")
+        self._check_recording("backward")
+        if create_graph and self.buffers:
+            raise TapeError("[backward] expected leaves without `into` for create_graph, got some")
+        spec = self.specs[root.id]
+        if seed is not None:
+            spec.require("backward", "the seed", seed)
+        elif math.prod(spec.shape) != 1:
+            raise ShapeError(
+                f"[backward] expected a seed for a root of shape {list(spec.shape)}, got none; "
+                "pass dL/droot, or reduce the root to a scalar"
+            )
+        return full(spec.shape, 1.0, spec.dtype, spec.device) if seed is None else seed
+
+    def _sweep(self, node: Node, grads: dict[int, Any], sums: set[int], create_graph: bool) -> None:
+        """Turn the gradients of a node's outputs into gradients of its inputs."""
+        op = node.op
+        douts, wanted = [], False
+        for identity in range(node.first, node.first + len(op.outputs)):
+            dout = grads.pop(identity, None)
+            wanted = wanted or dout is not None
+            douts.append(dout)
+        if not wanted:
+            return
+        assert op.rule is not None
+        if create_graph and op.differentiable != "twice":
+            raise GradientError(
+                f"[{op.name}] expected an op that is differentiable twice, got one that is so "
+                f"{op.differentiable}; compose it of smaller ops"
+            )
+        if self._hooks:
+            taken = {f"d{n}": d for n, d in zip(op.outputs, douts, strict=True) if d is not None}
+            self._tell("backward", op, node.index, taken)
+        result: Any = op.rule(NodeView(self, node, create_graph), *douts)
+        given = {}
         for name, identity in node.inputs.items():
-            if name not in result:
+            if result.__class__ is not dict or name not in result:
                 raise GradientError(
-                    f"[{op.name}] expected its rule to return a gradient of {name!r}, "
-                    f"got {', '.join(result) or 'none'}"
+                    f"[{op.name}] expected its rule to return a gradient of {name!r}, or None, "
+                    f"got {list(result) if isinstance(result, dict) else result}"
                 )
             if result[name] is not None:
-                gradients[name] = self._fit(op, name, identity, result[name])
+                gradient = self._add(op, name, identity, result[name], grads, sums)
+                if self._hooks:
+                    given[f"d{name}"] = gradient
         if self._hooks:
-            inputs = {f"d{n}": d for n, d in zip(op.outputs, douts, strict=True) if d is not None}
-            for hook in self._hooks:
-                outputs = {f"d{name}": gradient for name, gradient in gradients.items()}
-                hook.after("backward", op.name, index, inputs, outputs)
-        return gradients
-
-    def _fit(self, op: Primitive, name: str, identity: int, gradient: Any) -> Any:
-        spec = self._specs[identity]
-        buffer = self.buffers.get(identity)
-        if gradient is buffer:
-            return gradient
-        if gradient.shape != spec.shape:
-            gradient = self.arithmetic.sum_to(gradient, spec.shape)
-        allowed = (spec.dtype, spec.dtype if buffer is None else buffer.dtype)
-        if gradient.device is not spec.device or gradient.dtype not in allowed:
-            raise GradientError(
-                f"[{op.name}] expected d{name} as {spec.dtype} on {spec.device}, "
-                f"got {gradient.dtype} on {gradient.device}"
-            )
-        return gradient
+            self._tell("backward", op, node.index, taken, given)
 
     def _add(
-        self, grads: dict[int, Any], owned: set[int] | None, identity: int, gradient: Any
-    ) -> None:
-        """Add to what other uses of the value gave; in place only into sums made here."""
-        buffer = self.buffers.get(identity)
+        self,
+        op: Primitive,
+        name: str,
+        identity: int,
+        dx: Any,
+        grads: dict[int, Any],
+        sums: set[int],
+    ) -> Any:
+        """Add dx to what other uses of the value gave; in place only into sums made here.
+
+        Returns dx summed over what broadcasting added; raises `GradientError` if it does not fit.
+        """
+        spec, buffer, before = self.specs[identity], self.buffers.get(identity), grads.get(identity)
+        if dx is buffer:
+            return dx
+        fits = dx.__class__ is Tensor or dx.__class__ is Var
+        if fits and dx.shape != spec.shape and _broadcasts(spec.shape, dx.shape):
+            dx = self.arithmetic.sum_to(dx, spec.shape)
+        if (
+            not fits
+            or dx.shape != spec.shape
+            or dx.device is not spec.device
+            or (dx.dtype != spec.dtype and (buffer is None or dx.dtype != buffer.dtype))
+            or (buffer is not None and dx.storage is buffer.storage)
+        ):
+            raise GradientError(
+                f"[{op.name}] expected its rule to return d{name} as {spec}, or its buffer once "
+                f"added to, got {dx!r}"
+            )
         if buffer is not None:
-            if gradient is not buffer:
-                self.arithmetic.add_(buffer, gradient)
-        elif identity not in grads:
-            grads[identity] = gradient
-        elif owned is not None and identity in owned:
-            self.arithmetic.add_(grads[identity], gradient)
+            self.arithmetic.add_(buffer, dx)
+        elif before is None:
+            grads[identity] = dx
+        elif identity in sums and before.__class__ is dx.__class__ is Tensor:
+            self.arithmetic.add_(before, dx)
         else:
-            grads[identity] = self.arithmetic.add(grads[identity], gradient)
-            if owned is not None:
-                owned.add(identity)
+            grads[identity] = self.arithmetic.add(before, dx)
+            sums.add(identity)
+        return dx
 
     def summary(self) -> str:
-        """A table of the nodes: op, output shapes, bytes saved, per node and in all.
+        """A table of the nodes: op, outputs, bytes saved, per node and in all.
 
-        A storage that several nodes keep is counted at the first of them.
+        A storage counts at the first node that keeps it. What is the caller's, leaves and plain
+        Tensors, does not count.
         """
-        seen: set[int] = set()
         rows = [f"{'node':>5} {'op':24} {'bytes saved':>14} outputs"]
+        seen: set[int] = set()
         total = 0
-        for index, node in enumerate(self.nodes):
-            if node is not None:
-                entries = [*node.saved.values(), *(node.again or {}).values()]
-                kept = {id(e.value.storage): e.value for e in entries if isinstance(e, Saved)}
-                saved = sum(value.nbytes for key, value in kept.items() if key not in seen)
-                seen.update(kept)
-                specs = self._specs[node.first : node.first + len(node.op.outputs)]
-                shapes = ", ".join(f"{list(spec.shape)} {spec.dtype}" for spec in specs)
-                rows.append(f"{index:5} {node.op.name:24} {saved:14,} {shapes}")
-                total += saved
+        for node in self.nodes:
+            kept = {}
+            for name, entry in node.saved.items():
+                made = name not in node.specs or self.producers[node.inputs.get(name, 0)] >= 0
+                if made and isinstance(entry, tuple):
+                    kept[id(entry[0].storage)] = entry[0].nbytes
+            saved = sum(nbytes for storage, nbytes in kept.items() if storage not in seen)
+            seen |= kept.keys()
+            total += saved
+            specs = self.specs[node.first : node.first + len(node.op.outputs)]
+            outputs = ", ".join(f"{list(spec.shape)} {spec.dtype}" for spec in specs)
+            rows.append(f"{node.index:5} {node.op.name:24} {saved:14,} {outputs}")
         return "\n".join([*rows, f"{'':5} {'total':24} {total:14,}"])
+
+
+def _broadcasts(shape: Shape, to: Shape) -> bool:
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(m in (1, n) for m, n in pairs)

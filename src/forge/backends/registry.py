@@ -15,10 +15,24 @@ from typing import Any, NamedTuple
 from forge import dtypes
 from forge.backends.reference import KERNELS as REFERENCE
 from forge.errors import FallbackError
-from forge.tensor import Device, Tensor
+from forge.pool import Memory
+from forge.tensor import Device, Tensor, tensor
 
 # Backend package by kind of device.
-BACKENDS = {"cpu": "forge.backends.cpu", "reference": "forge.backends.reference"}
+BACKENDS = {
+    "cpu": "forge.backends.cpu",
+    "cuda": "forge.backends.cuda",
+    "reference": "forge.backends.reference",
+}
+
+
+def _cuda_memory() -> Memory:
+    memory: Memory = importlib.import_module("forge.backends.cuda.memory").CudaMemory()
+    return memory
+
+
+# Imported when the device is asked for, so that a machine without a GPU never loads its packages.
+Device.memories["cuda"] = _cuda_memory
 
 
 class Kernels:
@@ -102,7 +116,30 @@ def _choose(name: str, device: Device, dtype: str) -> Callable[..., Any]:
     if backend != kind and _strict:
         return _forbidden(name, kind, dtype)
     function: Callable[..., Any] = importlib.import_module(BACKENDS[backend]).KERNELS[name].load()
-    return function
+    return _through_host(function) if kind == "cuda" and backend == "reference" else function
+
+
+def _through_host(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference kernel run on copies in the host's memory, which are then copied back."""
+
+    def run(*args: Any, **keywords: Any) -> Any:
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def down(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(down(each) for each in x)
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) not in copies:
+                copies[id(x)] = (x, tensor(x, device="reference"))
+            return copies[id(x)][1]
+
+        result = kernel(*map(down, args), **{name: down(x) for name, x in keywords.items()})
+        for x, copy in copies.values():
+            x.device.memory.write(x, copy.array)
+        return result
+
+    return run
 
 
 def _planned(*args: Any, **keywords: Any) -> bool:

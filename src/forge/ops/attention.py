@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from forge.backends.registry import kernels
+from forge.dtypes import accumulator
 from forge.errors import ShapeError
 from forge.ops import check
 from forge.ops.define import Record, op
@@ -191,7 +192,7 @@ def attention(
     out = empty((batch, length, packed // 3), x.dtype, x.device)
     lse = None
     if record is not None:
-        lse = empty((batch, n_head, length), x.dtype, x.device)
+        lse = empty((batch, n_head, length), accumulator(x.dtype), x.device)
         record.keep(lse=lse)
     kernels(x).attention(
         x, key, out=out, lse=lse, n_head=n_head, p=p, site=site, first_sample=first_sample
@@ -233,7 +234,8 @@ def attention_backward(
     Not differentiable. Raises ShapeError, DtypeError, ArgumentError. Accuracy as attention's.
     """
     x = _batched("attention_backward", qkv)
-    check.floating("attention_backward", qkv=qkv, out=out, dout=dout, lse=lse)
+    check.floating("attention_backward", qkv=qkv, out=out, dout=dout)
+    check.weights("attention_backward", qkv, lse=lse)
     check.shape("attention_backward", "dout", dout.shape, out.shape)
     check.dropout("attention_backward", x.device, key, p)
     batch, length, packed = x.shape

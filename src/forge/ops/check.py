@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.dtypes import FLOATING
+from forge.dtypes import FLOATING, accumulator
 from forge.errors import ArgumentError, DeviceError, DtypeError, GradientError, ShapeError
 from forge.tensor import Device, Shape, Tensor
 
@@ -55,6 +55,18 @@ def floating(op: str, **args: Any) -> Device:
                 "convert with ops.cast"
             )
     return device
+
+
+def weights(op: str, x: Any, **args: Any) -> None:
+    """Raise unless x and all are floating, of x's dtype or of that of its sums; None is passed."""
+    floating(op, x=x)
+    tensors(op, x=x, **args)
+    for weight in args.values():
+        if weight is not None and weight.dtype not in (x.dtype, accumulator(x.dtype)):
+            raise DtypeError(
+                f"[{op}] expected weights of x's dtype, or float32 for a bfloat16 x, got "
+                f"{describe({'x': x, **args})}; convert with ops.cast"
+            )
 
 
 def integers(op: str, **args: Any) -> Device:

@@ -9,13 +9,31 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from forge.autograd.node import Primitive, Record, Remake, Var
+from forge.autograd.node import NodeView, Primitive, Remake, Var
 from forge.autograd.tape import Tape
-from forge.errors import TapeError
+from forge.errors import ArgumentError
+from forge.tensor import Tensor
 
 __all__ = ["Op", "Record", "op"]
+
+
+@dataclass(slots=True)
+class Record:
+    """Where an op's body leaves its extras while it is being recorded."""
+
+    inputs: dict[str, int]
+    extras: dict[str, Tensor]
+
+    def wants(self, name: str) -> bool:
+        """Whether a gradient of this input will be asked for."""
+        return name in self.inputs
+
+    def keep(self, **extras: Tensor) -> None:
+        """Keep values that are neither inputs nor outputs, by their declared names."""
+        self.extras.update(extras)
 
 
 class Op(Protocol):
@@ -47,89 +65,137 @@ def op(
     `saves` names what the rule reads: parameters, outputs, and extras that the body leaves with
     `record.keep(name=Tensor)`, where `record` is its last keyword, None when nothing is recorded.
     `outputs` names the results; `differentiable` is "twice", "once" or "no"; a `view` shares its
-    input's storage; `name` is the function's own unless given.
+    input's storage; `name` is the function's own unless given. Keywords that begin with `into` are
+    buffers to add to: rules pass them, and recording refuses them. Raises `ArgumentError` for names
+    that clash or that nothing makes.
     """
 
     def decorate(body: Callable[..., Any]) -> Op:
         parameters = inspect.signature(body).parameters
-        kinds = {name: p.kind for name, p in parameters.items()}
-        variadic = next(
-            (n for n, k in kinds.items() if k is inspect.Parameter.VAR_POSITIONAL), None
+        public = inspect.signature(body).replace(
+            parameters=[p for p in parameters.values() if p.name != "record"]
         )
-        positional = tuple(
-            n for n, k in kinds.items() if k is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        )
-        defaults = {
-            name: p.default
-            for name, p in parameters.items()
-            if p.default is not inspect.Parameter.empty and name != "record"
-        }
+        bind, by_name = _binding(body, public)
+        has_record = "record" in parameters
+
+        def run(inputs: dict[str, int], arguments: dict[str, Any]) -> dict[str, Tensor]:
+            made: dict[str, Tensor] = {}
+            if has_record:
+                result = by_name(**arguments, record=Record(inputs, made))
+            else:
+                result = by_name(**arguments)
+            if result.__class__ is tuple:
+                made.update(zip(outputs, result, strict=True))
+            else:
+                made[outputs[0]] = result
+            return made
+
         primitive = Primitive(
             name or body.__name__,
-            body,
-            saves=saves,
-            outputs=outputs,
+            run,
+            saves,
+            outputs,
             differentiable=differentiable,
             view=view,
-            has_record="record" in parameters,
-            variadic=variadic,
+            buffers=tuple(name for name in public.parameters if name.startswith("into")),
         )
+        _check_names(primitive, public, has_record)
         Tape.primitives[primitive.name] = primitive
 
         def call(*args: Any, **keywords: Any) -> Any:
             for arg in args:
                 if arg.__class__ is Var:
-                    return record(arg.tape, args, keywords)
+                    return arg.tape.apply(primitive, bind(*args, **keywords))
             for arg in keywords.values():
                 if arg.__class__ is Var:
-                    return record(arg.tape, args, keywords)
+                    return arg.tape.apply(primitive, bind(*args, **keywords))
             return body(*args, **keywords)
-
-        def record(tape: Tape, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            if differentiable == "no":
-                primitive.rule_for(twice=False)
-            if variadic is None:
-                if len(args) > len(positional):
-                    body(*args, **keywords)  # Raises Python's own message.
-                names = positional
-            else:
-                names = tuple(f"{variadic}{i}" for i in range(len(args)))
-            arguments = defaults.copy()
-            arguments.update(zip(names, args, strict=False))
-            arguments.update(keywords)
-            inputs = {}
-            for name, arg in arguments.items():
-                if arg.__class__ is Var:
-                    if arg.tape is not tape:
-                        raise TapeError(
-                            f"[{primitive.name}] expected Vars of one tape, got {name!r} from "
-                            "another; finish with one tape before the next, or pass its value"
-                        )
-                    inputs[name] = arg.id
-                    arguments[name] = arg.value
-            return tape.apply(primitive, inputs, arguments)
 
         def rule(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
             primitive.rule = function
             return function
 
         def remake(output: str, needs: tuple[str, ...]) -> Callable[..., Any]:
+            if output not in outputs:
+                raise ArgumentError(
+                    f"[{primitive.name}] expected to remake one of {list(outputs)}, got {output!r}"
+                )
+
             def declare(function: Callable[..., Any]) -> Callable[..., Any]:
                 primitive.remake = Remake(output, needs, function)
                 return function
 
             return declare
 
-        public = cast(Any, call)
-        public.__name__ = public.__qualname__ = body.__name__
-        public.__doc__ = body.__doc__
-        public.__module__ = body.__module__
-        public.__signature__ = inspect.signature(body).replace(
-            parameters=[p for name, p in parameters.items() if name != "record"]
-        )
-        public.primitive = primitive
-        public.rule = rule
-        public.remake = remake
-        return cast(Op, public)
+        function = cast(Any, call)
+        function.__name__ = function.__qualname__ = body.__name__
+        function.__doc__ = body.__doc__
+        function.__module__ = body.__module__
+        function.__signature__ = public
+        function.primitive = primitive
+        function.rule = rule
+        function.remake = remake
+        return cast(Op, function)
 
     return decorate
+
+
+def _binding(
+    body: Callable[..., Any], public: inspect.Signature
+) -> tuple[Callable[..., dict[str, Any]], Callable[..., Any]]:
+    """Functions from body's arguments to a dict by name, and from all arguments by name to body's.
+
+    The first is compiled from the signature, so that Python itself binds the arguments and words
+    the errors: 0.4 µs, where `Signature.bind` takes 5. The `*xs` of a variadic op are named xs0, ….
+    """
+    bare = public.replace(
+        parameters=[
+            p.replace(annotation=p.empty, default=p.default if p.default is p.empty else None)
+            for p in public.parameters.values()
+        ],
+        return_annotation=public.empty,
+    )
+    scope: dict[str, Any] = {}
+    exec(f"def {body.__name__}{bare}: return locals()", scope)
+    bind: Callable[..., Any] = scope[body.__name__]
+    given = [p for p in public.parameters.values() if p.default is not p.empty]
+    bind.__defaults__ = tuple(p.default for p in given if p.kind is p.POSITIONAL_OR_KEYWORD)
+    bind.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
+    variadic = [p.name for p in public.parameters.values() if p.kind is p.VAR_POSITIONAL]
+    if not variadic:
+        return bind, body
+    (prefix,) = variadic
+
+    def bind_variadic(*args: Any, **keywords: Any) -> dict[str, Any]:
+        arguments = bind(*args, **keywords)
+        xs = arguments.pop(prefix)
+        return {**{f"{prefix}{i}": x for i, x in enumerate(xs)}, **arguments}
+
+    def by_name(**arguments: Any) -> Any:
+        names = [name for name in arguments if name.removeprefix(prefix).isdecimal()]
+        xs = [arguments.pop(name) for name in names]
+        return body(*xs, **arguments)
+
+    return bind_variadic, by_name
+
+
+def _check_names(primitive: Primitive, public: inspect.Signature, has_record: bool) -> None:
+    """Raise `ArgumentError` for a definition whose names the tape could not tell apart."""
+    name, parameters = primitive.name, public.parameters.keys()
+    if primitive.differentiable not in ("twice", "once", "no"):
+        raise ArgumentError(
+            f'[{name}] expected differentiable="twice", "once" or "no", '
+            f"got {primitive.differentiable!r}"
+        )
+    taken = set(primitive.outputs) | {*dir(NodeView)} - {*primitive.buffers}
+    if parameters & taken and primitive.differentiable != "no":
+        raise ArgumentError(
+            f"[{name}] expected parameters named unlike outputs and methods of a rule's node, got "
+            f"{sorted(parameters & taken)}; a rule could not tell which it reads"
+        )
+    unknown = set(primitive.saves) - parameters - set(primitive.outputs)
+    if unknown and not has_record:
+        raise ArgumentError(
+            f"[{name}] expected to save parameters and outputs, got {sorted(unknown)}; "
+            "extras need a last keyword record=None"
+        )

@@ -97,7 +97,7 @@ def scatter_add_rows_(out: Tensor, ids: Tensor, x: Tensor, order: Tensor | None 
 def _order(ids: Tensor, order: Tensor | None) -> Tensor:
     if order is not None:
         return order.view(ids.shape)
-    if ids.array is None:
+    if ids.device.plan:
         return empty(ids.shape, "int64", ids.device)
     return tensor(np.argsort(ids.numpy(), kind="stable"), "int64", ids.device)
 

@@ -9,10 +9,11 @@ import math
 from typing import Any
 
 from forge.backends.registry import kernels
+from forge.dtypes import accumulator
 from forge.errors import ShapeError
 from forge.ops import check
 from forge.ops.define import Record, op
-from forge.ops.pointwise import scale
+from forge.ops.pointwise import cast, scale
 from forge.tensor import Shape, Tensor, empty
 
 IGNORE_INDEX = -100
@@ -30,14 +31,13 @@ def _check(name: str, rows: Shape, x: Tensor, targets: Tensor, weight: Tensor | 
 def _weight(x: Tensor, targets: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     if weight is not None:
         return weight
-    dtype = "float32" if x.dtype == "bfloat16" else x.dtype
-    out = empty((), dtype, x.device)
+    out = _scalar(x)
     kernels(x).target_weight(targets.view((targets.size,)), out=out, ignore_index=ignore_index)
     return out
 
 
 def _scalar(x: Tensor) -> Tensor:
-    return empty((), "float32" if x.dtype == "bfloat16" else x.dtype, x.device)
+    return empty((), accumulator(x.dtype), x.device)
 
 
 @op(saves=("logits", "targets", "lse", "factor"), differentiable="once")
@@ -155,7 +155,8 @@ def linear_cross_entropy(
         dx = empty(x.shape, x.dtype, x.device)
         record.keep(dx=dx)
     if record is not None and record.wants("wte"):
-        dwte = empty(wte.shape, wte.dtype, wte.device)
+        # Chunks add to it, which bfloat16 would round each time.
+        dwte = empty(wte.shape, accumulator(wte.dtype), wte.device)
         record.keep(dwte=dwte)
     flat = (math.prod(x.shape[:-1]), x.shape[-1])
     kernels(x).linear_cross_entropy(
@@ -176,7 +177,11 @@ def linear_cross_entropy(
 def _(node: Any, dy: Any) -> dict[str, Any]:
     if node.wants("weight"):
         raise check.no_gradient("linear_cross_entropy", "weight", "multiply the loss instead")
-    return {
-        "x": scale(node.dx, dy) if node.wants("x") else None,
-        "wte": scale(node.dwte, dy, into=node.into("wte")) if node.wants("wte") else None,
-    }
+    dwte = None
+    if node.wants("wte"):
+        into = node.into("wte")
+        dwte = scale(node.dwte, dy, into=into)
+        dtype = node.spec("wte").dtype
+        if into is None and dtype != dwte.dtype:
+            dwte = cast(dwte, dtype)
+    return {"x": scale(node.dx, dy) if node.wants("x") else None, "wte": dwte}

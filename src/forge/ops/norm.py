@@ -6,18 +6,19 @@ import math
 from typing import Any
 
 from forge.backends.registry import kernels
+from forge.dtypes import accumulator
 from forge.errors import ShapeError
 from forge.ops import check
 from forge.ops.define import Record, op
-from forge.ops.pointwise import add, mul, neg, sub
+from forge.ops.pointwise import add, cast, mul, neg, sub
 from forge.ops.reduce import mean as average
 from forge.ops.shape import broadcast_to, reshape
-from forge.tensor import Tensor, empty, empty_like, full, zeros_like
+from forge.tensor import Tensor, empty, empty_like, full, zeros, zeros_like
 
 
 def _check(name: str, x: Tensor, **parameters: Tensor | None) -> tuple[int, int]:
     """Rows and width of x [..., C], where each parameter is [C]."""
-    check.floating(name, x=x, **parameters)
+    check.weights(name, x, **parameters)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ShapeError(f"[{name}] expected x [..., C] with C > 0, got shape {list(x.shape)}")
     width = x.shape[-1]
@@ -30,7 +31,8 @@ def _check(name: str, x: Tensor, **parameters: Tensor | None) -> tuple[int, int]
 def _statistics(record: Record | None, x: Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
     if record is None:
         return None, None
-    mean, rstd = (empty((rows,), x.dtype, x.device) for _ in range(2))
+    dtype = accumulator(x.dtype)
+    mean, rstd = (empty((rows,), dtype, x.device) for _ in range(2))
     record.keep(mean=mean, rstd=rstd)
     return mean, rstd
 
@@ -117,9 +119,9 @@ def _(node: Any, u: Any, dgamma: Any, dbeta: Any) -> dict[str, Any]:
     # is <u, dx> + <dgamma', dgamma> + <dbeta', dbeta>, with the cotangents u, dgamma', dbeta'.
     if node.wants("mean") or node.wants("rstd"):
         raise check.no_gradient("layernorm_backward", "mean and rstd", "they are functions of x")
-    x, gamma, dy = node.x, node.gamma, node.dy
-    column = (*x.shape[:-1], 1)
-    mean, r = reshape(node.mean, column), reshape(node.rstd, column)
+    x, dy = node.x, node.dy
+    gamma, column = _as(node.gamma, x.dtype), (*x.shape[:-1], 1)
+    mean, r = (reshape(_as(each, x.dtype), column) for each in (node.mean, node.rstd))
     xhat = mul(sub(x, mean), r)
     dx = ddy = dgamma_in = dxhat = None
     if u is not None:
@@ -133,6 +135,7 @@ def _(node: Any, u: Any, dgamma: Any, dbeta: Any) -> dict[str, Any]:
         inner = sub(average(mul(u, g), -1, keepdims=True), mul(b, c))
         inner = sub(inner, mul(a, average(g, -1, keepdims=True)))
         dx = neg(mul(mul(mul(r, r), xhat), inner))
+    dgamma, dbeta = (None if each is None else _as(each, x.dtype) for each in (dgamma, dbeta))
     if dgamma is not None:
         ddy = mul(dgamma, xhat) if ddy is None else add(ddy, mul(dgamma, xhat))
         term = mul(dgamma, dy)
@@ -144,7 +147,14 @@ def _(node: Any, u: Any, dgamma: Any, dbeta: Any) -> dict[str, Any]:
         ones = full(gamma.shape, 1.0, gamma.dtype, gamma.device)
         through, _, _ = layernorm_backward(x, ones, dxhat, node.mean, node.rstd)
         dx = through if dx is None else add(dx, through)
+    if dgamma_in is not None:
+        dgamma_in = _as(dgamma_in, node.spec("gamma").dtype)
     return {"x": dx, "gamma": dgamma_in, "dy": ddy}
+
+
+def _as(x: Any, dtype: str) -> Any:
+    """x in a dtype: itself where it has it."""
+    return x if x.dtype == dtype else cast(x, dtype)
 
 
 @op(saves=("sum", "gamma", "mean", "rstd"), outputs=("sum", "y"), differentiable="once")
@@ -237,7 +247,7 @@ def add_layernorm_backward(
     dbeta = zeros_like(gamma) if into_beta is None else into_beta
     dbias = None
     if wants_bias:
-        dbias = zeros_like(gamma) if into_bias is None else into_bias
+        dbias = zeros((width,), sum.dtype, sum.device) if into_bias is None else into_bias
     flat = (rows, width)
     kernels(sum).add_layernorm_backward(
         None if dsum is None else dsum.view(flat),

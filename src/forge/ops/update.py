@@ -22,12 +22,14 @@ def global_norm(x: Tensor) -> Tensor:
 
 @op(differentiable="no")
 def all_finite(*values: Tensor) -> Tensor:
-    """1 if every element of every Tensor is finite, else 0: an int64 scalar on the device.
+    """1 if every one of the scalars is finite, else 0: an int64 scalar on the device.
 
-    Raises DtypeError, DeviceError.
+    Raises ShapeError, DtypeError, DeviceError, and ArgumentError for none.
     """
     check.that(bool(values), "all_finite", "at least one Tensor", "none")
     device = check.tensors("all_finite", **{f"values{i}": x for i, x in enumerate(values)})
+    for i, x in enumerate(values):
+        check.shape("all_finite", f"values{i}", x.shape, ())
     out = empty((), "int64", device)
     kernels(values[0]).all_finite(values, out=out)
     return out
@@ -90,6 +92,6 @@ def adamw_(
         max_norm=max_norm,
         working=working,
     )
-    for x in (param, m, v, step):
+    for x in (param, m, v, step, *(() if working is None else (working,))):
         x.storage.version += 1
     return param

@@ -41,9 +41,12 @@ def linear(
     product = read(x) @ read(w)
     if bias is not None:
         product = product + read(bias)
+    write(out, product)
     if pre is not None:
         write(pre, product)
-    write(out, product if gelu is None else gelu_array(product, gelu))
+    if gelu is not None:
+        # Of the rounded product: `out` made again from a saved `pre` has the same bits.
+        write(out, gelu_array(read(out), gelu))
 
 
 def _transposed(array: Array, trans: bool) -> Array:

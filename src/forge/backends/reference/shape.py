@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from builtins import slice as index
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,8 +45,8 @@ def take(x: Tensor, ids: Tensor, *, out: Tensor) -> None:
 def _window(
     array: Array, shape: tuple[int, ...], start: tuple[int, ...], step: tuple[int, ...]
 ) -> Array:
-    where = tuple(
+    where: tuple[Any, ...] = tuple(
         index(first, first + count * stride, stride)
         for first, count, stride in zip(start, shape, step, strict=True)
     )
-    return array[where]
+    return array[(*where, ...)]  # With the ellipsis a rank of 0 gives an array, too.
