@@ -6,11 +6,13 @@ pass over contiguous memory, whatever the number of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
+from forge import ops
 from forge.autograd.node import Var
 from forge.autograd.tape import Tape
 from forge.errors import ShapeError
@@ -37,18 +39,44 @@ class Segment:
 class Params(Mapping[str, Tensor]):
     """Named Tensors over one flat Tensor, in model order; a read-only mapping of them.
 
-    All share the flat buffer's storage, and so its version. `shapes` maps names to shapes.
+    All share the flat buffer's storage, and so its version. `shapes` maps names to shapes. The
+    parameters named in `rounded` also exist in bfloat16, which is what the model then computes
+    with; the optimizer rewrites these copies with each update. `padded` gives a matrix more rows
+    in memory, which are zero and stay so. `compute` maps every name to what the model takes: its
+    copy and its padded rows, where it has such.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], device: Device, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        device: Device,
+        dtype: str = "float32",
+        *,
+        rounded: Collection[str] = (),
+        padded: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self.segments: list[Segment] = []
         offset = 0
         for name, shape in shapes.items():
             size = int(np.prod(shape, dtype=np.int64))
             self.segments.append(Segment(name, tuple(shape), offset, size))
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
+            rows = padded.get(name)
+            stored = size if rows is None else rows * (size // shape[0])
+            offset += -(-stored // ALIGNMENT) * ALIGNMENT
         self.flat = zeros((offset,), dtype, device)
+        self.working = zeros((offset,), "bfloat16", device) if rounded else None
+        self._padded = padded
         self._views = {s.name: self.flat.view(s.shape, s.offset) for s in self.segments}
+        self._stored = dict(self._views)
+        self.compute: dict[str, Tensor] = {}
+        for s in self.segments:
+            if s.name in padded:
+                shape = (padded[s.name], *s.shape[1:])
+                self._stored[s.name] = self.flat.view(shape, s.offset)
+            view = self._stored[s.name]
+            if self.working is not None and s.name in rounded:
+                view = self.working.view(view.shape, s.offset)
+            self.compute[s.name] = view
 
     def __getitem__(self, name: str) -> Tensor:
         return self._views[name]
@@ -67,19 +95,18 @@ class Params(Mapping[str, Tensor]):
     def zeros_like(self, dtype: str | None = None) -> Params:
         """Zeros in the same layout: for gradients and moments."""
         shapes = {segment.name: segment.shape for segment in self.segments}
-        return Params(shapes, self.flat.device, dtype or self.flat.dtype)
+        return Params(shapes, self.flat.device, dtype or self.flat.dtype, padded=self._padded)
 
     def zero_(self) -> None:
         """Set every element to zero."""
-        if self.flat.array is not None:
-            self.flat.array.fill(0)
+        self.flat.device.memory.fill(self.flat, 0)
         self.flat.storage.version += 1
 
     def leaves(self, tape: Tape, into: Params | None = None) -> dict[str, Var]:
         """A leaf for every parameter, whose gradient is added to the same name of `into`."""
         return {
-            name: tape.leaf(value, into=None if into is None else into[name])
-            for name, value in self._views.items()
+            name: tape.leaf(value, into=None if into is None else into._stored[name])
+            for name, value in self.compute.items()
         }
 
     def load_(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -97,9 +124,11 @@ class Params(Mapping[str, Tensor]):
                     f"got {list(arrays[name].shape)}"
                 )
         for name, view in self._views.items():
-            if view.array is not None:
-                view.array[...] = arrays[name]
+            view.device.memory.write(view, arrays[name])
         self.flat.storage.version += 1
+        if self.working is not None:
+            self.working.device.memory.copy(ops.cast(self.flat, "bfloat16"), self.working)
+            self.working.storage.version += 1
 
     def numpy(self) -> dict[str, np.ndarray]:
         """Copies of all parameters on the host, by name."""

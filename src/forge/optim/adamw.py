@@ -64,5 +64,6 @@ class AdamW:
             beta2=self.beta2,
             eps=self.eps,
             max_norm=self.max_norm,
+            working=params.working,
         )
         return norm, finite

@@ -1,0 +1,267 @@
+"""One attention head, inside a kernel: the products over the causal triangle and its softmax.
+
+T queries, D head width. Matrices are views into larger ones, given as an array and the (row,
+column) `at` which they begin. Probabilities are held for QUERIES rows at once, `s [QUERIES, keys]`;
+row r of them sees the keys 0 … first + r, and no product touches more than a tile beyond those.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from forge.backends.cpu.jit import device, routine
+from forge.backends.cpu.mathlib import exp, maximum
+from forge.backends.cpu.philox import keep_factors
+from forge.backends.cpu.tiles import LANES, ROWS, address, tile
+
+f32 = np.float32
+u32 = np.uint32
+
+# 192 KiB of probabilities at 1024 keys: within a core's second-level cache. A multiple of ROWS, so
+# that a tile of keys lies on one side of the first query.
+QUERIES = 48
+# One row more holds a row's dropout factors.
+SCRATCH_ROWS = QUERIES + 1
+# Dropout factors are made this many at a time, which is what LLVM vectorises Philox by at most.
+FACTORS = 32
+
+
+def panels(keys: int) -> int:
+    """How many panels of LANES transposed keys `pack` fills."""
+    return (keys + LANES - 1) // LANES
+
+
+def stride(keys: int) -> int:
+    """Floats from one row of probabilities to the next.
+
+    More than the keys need by what FACTORS rounds up, and so that at a power of two keys a column
+    doesn't fall into one cache set.
+    """
+    return panels(keys) * LANES + FACTORS
+
+
+@routine
+def pack(x: Any, at: Any, count: Any, packed: Any) -> None:
+    """packed[j // LANES, d, j % LANES] = x[at + (j, d)]: transposed, and 0 past the last row."""
+    D = packed.shape[1]
+    for j in range(0, count, LANES):
+        lanes = min(LANES, count - j)
+        for d in range(D):
+            row = packed[j // LANES, d]
+            for lane in range(LANES):
+                row[lane] = x[at[0] + j + lane, at[1] + d] if lane < lanes else f32(0.0)
+
+
+@routine
+def _by_row(x: Any, at: Any, packed: Any, s: Any, first: Any, rows: Any, scale: Any) -> None:
+    """s[r, j] = scale * sum over d of x[at + (r, d)] packed[j, d], for all keys j that r sees."""
+    D = packed.shape[1]
+    for r in range(0, rows, ROWS):
+        a = address(x, at[0] + r, at[1])
+        for j in range(0, first + min(r + ROWS, rows), LANES):
+            b = address(packed[j // LANES], 0, 0)
+            c = address(s, r, j)
+            left = rows - r
+            tile(a, x.shape[1], 1, b, LANES, c, s.shape[1], left, LANES, D, scale, False)
+
+
+@routine
+def _over_keys(s: Any, x: Any, at: Any, out: Any, to: Any, first: Any, rows: Any, D: Any) -> None:
+    """out[to + (r, d)] = sum over the keys j that r sees of s[r, j] x[at + (j, d)]."""
+    one = f32(1.0)
+    for d in range(0, D, LANES):
+        b = address(x, at[0], at[1] + d)
+        for r in range(0, rows, ROWS):
+            a = address(s, r, 0)
+            c = address(out, to[0] + r, to[1] + d)
+            left = rows - r
+            seen = first + min(r + ROWS, rows)
+            tile(a, s.shape[1], 1, b, x.shape[1], c, out.shape[1], left, D - d, seen, one, False)
+
+
+@routine
+def _over_rows(s: Any, x: Any, at: Any, out: Any, to: Any, first: Any, rows: Any, D: Any) -> None:
+    """out[to + (j, d)] += sum over the rows r that see j of s[r, j] x[at + (r, d)].
+
+    The keys from `first` on are seen for the first time: they are written, not added to.
+    """
+    one = f32(1.0)
+    for j in range(0, first + rows, ROWS):
+        unseen = max(0, j - first)
+        a = address(s, unseen, j)
+        left = first + rows - j
+        deep = rows - unseen
+        for d in range(0, D, LANES):
+            b = address(x, at[0] + unseen, at[1] + d)
+            c = address(out, to[0] + j, to[1] + d)
+            tile(
+                a, 1, s.shape[1], b, x.shape[1], c, out.shape[1], left, D - d, deep, one, j < first
+            )
+
+
+@routine
+def softmax_row(row: Any) -> Any:
+    """Softmax in place; returns the logarithm of the sum of exponentials."""
+    top = f32(-np.inf)
+    for j in range(row.size):
+        top = maximum(top, row[j])
+    total = f32(0.0)
+    for j in range(row.size):
+        e = exp(row[j] - top)
+        row[j] = e
+        total += e
+    inverse = f32(1.0) / total
+    for j in range(row.size):
+        row[j] *= inverse
+    return top + np.log(total)
+
+
+@routine
+def _fill(row: Any, start: Any, stop: Any, value: Any) -> None:
+    for j in range(start, stop):
+        row[j] = value
+
+
+@routine
+def dot(x: Any, y: Any) -> Any:
+    """Sum of products."""
+    total = f32(0.0)
+    for d in range(x.size):
+        total += x[d] * y[d]
+    return total
+
+
+@routine
+def _times(row: Any, factors: Any) -> None:
+    for j in range(row.size):
+        row[j] *= factors[j]
+
+
+@routine
+def _keep(buffer: Any, count: Any, sample: Any, element: Any, dropout: Any, scale: Any) -> Any:
+    """The dropout factors of `count` elements from `element` on; Philox makes them by fours."""
+    seed, step, site, first_sample, threshold = dropout
+    lead = element % 4
+    whole = (lead + count + FACTORS - 1) // FACTORS * FACTORS
+    keep_factors(
+        buffer[:whole],
+        element - lead,
+        first_sample + sample,
+        site,
+        seed,
+        step,
+        u32(threshold),
+        scale,
+    )
+    return buffer[lead : lead + count]
+
+
+@device
+def _whole(seen: Any) -> Any:
+    """`seen` keys and the masked ones that complete a vector: e^-inf = 0 costs less than a rest."""
+    return (seen + LANES - 1) // LANES * LANES
+
+
+@routine
+def attend(
+    q: Any,
+    keys: Any,
+    v: Any,
+    v_at: Any,
+    out: Any,
+    at: Any,
+    lse: Any,
+    s: Any,
+    pos: Any,
+    element: Any,
+    dropout: Any,
+    factor: Any,
+) -> None:
+    """out = dropout(softmax(q keys^T / sqrt(D))) v, where query t sees the keys 0 … pos + t.
+
+    Queries and results are `at` the same place, `keys` are packed. `element` is (sample, element)
+    of the first probability, `dropout` (seed, step, site, first_sample, threshold): a threshold of
+    0 keeps everything.
+    """
+    D = keys.shape[1]
+    T = lse.size
+    scale = f32(1.0 / math.sqrt(D))
+    for t in range(0, T, QUERIES):
+        rows = min(QUERIES, T - t)
+        first = pos + t
+        here = (at[0] + t, at[1])
+        _by_row(q, here, keys, s, first, rows, scale)
+        for r in range(rows):
+            seen = first + r + 1
+            whole = _whole(seen)
+            _fill(s[r], seen, whole, f32(-np.inf))
+            lse[t + r] = softmax_row(s[r, :whole])
+            if dropout[4] > 0:
+                start = element[1] + (t + r) * T
+                _times(s[r, :seen], _keep(s[QUERIES], seen, element[0], start, dropout, factor))
+            _fill(s[r], whole, first + rows, f32(0.0))
+        _over_keys(s, v, v_at, out, here, first, rows, D)
+
+
+@routine
+def _score_gradient(p: Any, dp: Any, lse: Any, delta: Any, scale: Any) -> None:
+    """Makes scores p probabilities, and the probabilities' gradients dp those of q k^T."""
+    for j in range(p.size):
+        e = exp(p[j] - lse)
+        p[j] = e
+        dp[j] = e * (dp[j] - delta) * scale
+
+
+@routine
+def attend_backward(
+    qkv: Any,
+    out: Any,
+    dout: Any,
+    lse: Any,
+    dqkv: Any,
+    packed: Any,
+    s: Any,
+    sample: Any,
+    h: Any,
+    dropout: Any,
+    factor: Any,
+) -> None:
+    """Head h's part of dqkv for one sample; `packed` and `s` hold two scratch matrices each."""
+    T = lse.size
+    D = packed.shape[2]
+    C = out.shape[1]
+    scale = f32(1.0 / math.sqrt(D))
+    row = sample * T
+    column = h * D
+    k_at = (row, C + column)
+    v_at = (row, 2 * C + column)
+    pack(qkv, k_at, T, packed[0])
+    pack(qkv, v_at, T, packed[1])
+    p = s[0]
+    dp = s[1]
+    for first in range(0, T, QUERIES):
+        rows = min(QUERIES, T - first)
+        q_at = (row + first, column)
+        _by_row(qkv, q_at, packed[0], p, first, rows, scale)
+        _by_row(dout, q_at, packed[1], dp, first, rows, f32(1.0))
+        for r in range(rows):
+            t = first + r
+            seen = t + 1
+            whole = _whole(seen)
+            _fill(p[r], seen, whole, f32(-np.inf))
+            _fill(dp[r], seen, whole, f32(0.0))
+            # sum(P dP) over a row is sum(out dout): Dao (2023), FlashAttention-2.
+            delta = dot(out[row + t, column : column + D], dout[row + t, column : column + D])
+            kept = p[QUERIES, :seen]
+            if dropout[4] > 0:
+                kept = _keep(p[QUERIES], seen, sample, (h * T + t) * T, dropout, factor)
+                _times(dp[r, :seen], kept)
+            _score_gradient(p[r, :whole], dp[r, :whole], lse[t], delta, scale)
+            if dropout[4] > 0:
+                _times(p[r, :seen], kept)
+            _fill(p[r], whole, first + rows, f32(0.0))
+            _fill(dp[r], whole, first + rows, f32(0.0))
+        _over_rows(p, dout, q_at, dqkv, v_at, first, rows, D)
+        _over_rows(dp, qkv, q_at, dqkv, k_at, first, rows, D)
+        _over_keys(dp, qkv, k_at, dqkv, q_at, first, rows, D)

@@ -1,0 +1,239 @@
+"""Cross-entropy over the classes of each row, in nats, and its fusion with the linear head.
+
+N rows, V classes, C width. The rows' losses are summed in float64, in their order. The fused head
+works on chunks of rows whose logits fit LOGITS_BYTES, so [N, V] never exists.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from forge.backends.cpu.jit import kernel, routine
+from forge.backends.cpu.linear import matmul
+from forge.backends.cpu.mathlib import exp, maximum
+from forge.tensor import Tensor, empty
+
+f32 = np.float32
+
+# Of the logits that exist at one time. Each chunk reads and writes all of dwte once more: at 50k
+# classes a chunk is 256 rows, and that traffic costs 5 % of its products' time; at 128 rows, 10 %.
+LOGITS_BYTES = 64 << 20
+MOST_ROWS = 1024
+
+
+@routine
+def _log_sum(x: Any) -> Any:
+    """log(sum of e^x)."""
+    top = f32(-np.inf)
+    for v in range(x.size):
+        top = maximum(top, x[v])
+    total = f32(0.0)
+    for v in range(x.size):
+        total += exp(x[v] - top)
+    return top + np.log(total)
+
+
+@routine
+def _chosen(logits: Any, target: Any) -> Any:
+    """The target's logit; NaN for a target that is no class, which would lie outside the row."""
+    return logits[target] if 0 <= target < logits.size else f32(np.nan)
+
+
+@kernel("void(float32[:,::1], int64[::1], int64, float32[::1], float32[::1])")
+def _losses(logits: Any, targets: Any, ignore_index: Any, lse: Any, losses: Any) -> None:
+    for n in prange(targets.size):
+        lse[n] = _log_sum(logits[n])
+        if targets[n] == ignore_index:
+            losses[n] = f32(0.0)
+        else:
+            losses[n] = lse[n] - _chosen(logits[n], targets[n])
+
+
+@routine
+def _gradient(logits: Any, target: Any, lse: Any, scale: Any, out: Any) -> None:
+    """out = scale (softmax - one-hot of the target)."""
+    for v in range(logits.size):
+        out[v] = exp(logits[v] - lse) * scale
+    if 0 <= target < out.size:
+        out[target] -= scale
+
+
+@routine
+def _zero(out: Any) -> None:
+    for v in range(out.size):
+        out[v] = f32(0.0)
+
+
+@kernel(
+    "void(float32[:,::1], int64[::1], int64, float32[::1], float32[::1], float32[::1],"
+    " float32[:,::1])"
+)
+def _gradients(
+    logits: Any, targets: Any, ignore_index: Any, lse: Any, weight: Any, dloss: Any, dlogits: Any
+) -> None:
+    scale = weight[0] * dloss[0]
+    for n in prange(targets.size):
+        if targets[n] == ignore_index:
+            _zero(dlogits[n])
+        else:
+            _gradient(logits[n], targets[n], lse[n], scale, dlogits[n])
+
+
+@routine
+def _loss_and_gradient(logits: Any, target: Any, scale: Any) -> Any:
+    """The loss of one row, whose logits become their gradients: one exponential for both."""
+    chosen = _chosen(logits, target)
+    top = f32(-np.inf)
+    for v in range(logits.size):
+        top = maximum(top, logits[v])
+    total = f32(0.0)
+    for v in range(logits.size):
+        e = exp(logits[v] - top)
+        logits[v] = e
+        total += e
+    factor = scale / total
+    for v in range(logits.size):
+        logits[v] *= factor
+    if 0 <= target < logits.size:
+        logits[target] -= scale
+    return top + np.log(total) - chosen
+
+
+@kernel("void(float32[:,::1], int64[::1], int64, float32[::1], float32[::1])")
+def _losses_and_gradients(
+    logits: Any, targets: Any, ignore_index: Any, weight: Any, losses: Any
+) -> None:
+    for n in prange(targets.size):
+        if targets[n] == ignore_index:
+            losses[n] = f32(0.0)
+            _zero(logits[n])
+        else:
+            losses[n] = _loss_and_gradient(logits[n], targets[n], weight[0])
+
+
+@kernel("void(float32[::1], float32[::1], float32[::1])", parallel=False)
+def _weighted_sum(losses: Any, weight: Any, out: Any) -> None:
+    total = np.float64(0.0)
+    for n in range(losses.size):
+        total += np.float64(losses[n])
+    out[0] = f32(np.float64(weight[0]) * total)
+
+
+def target_weight(targets: Tensor, *, out: Tensor, ignore_index: int) -> None:
+    """out = 1 / the number of targets that count, 0 where none does."""
+    count = int(np.count_nonzero(targets.array != ignore_index))
+    out.array[...] = 1.0 / count if count else 0.0
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor,
+    lse: Tensor | None,
+    ignore_index: int,
+) -> None:
+    """out = weight sum over the targets that count of (lse - logits[target])."""
+    losses = empty(targets.shape, logits.dtype, logits.device)
+    lse = empty(targets.shape, logits.dtype, logits.device) if lse is None else lse
+    _losses(logits.array, targets.array, ignore_index, lse.array, losses.array)
+    _weighted_sum(losses.array, weight.array.reshape(1), out.array.reshape(1))
+
+
+def cross_entropy_backward(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    dloss: Tensor,
+    *,
+    dlogits: Tensor,
+    ignore_index: int,
+) -> None:
+    """dlogits = dloss weight (softmax - one-hot), 0 for ignored rows."""
+    _gradients(
+        logits.array,
+        targets.array,
+        ignore_index,
+        lse.array,
+        weight.array.reshape(1),
+        dloss.array.reshape(1),
+        dlogits.array,
+    )
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    wte: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor,
+    dx: Tensor | None,
+    dwte: Tensor | None,
+    rows: int,
+    ignore_index: int,
+) -> None:
+    """Cross-entropy of the logits x wte^T over wte's first `rows`, and its gradients."""
+    N, C = x.shape
+    losses = empty((N,), x.dtype, x.device)
+    chunk = chunk_rows(rows)
+    logits = empty((min(N, chunk), rows), x.dtype, x.device)
+    for start in range(0, N, chunk):
+        count = min(chunk, N - start)
+        part = x.view((count, C), start * C)
+        block = logits.view((count, rows))
+        counted = targets.array[start : start + count]
+        its_losses = losses.array[start : start + count]
+        _product(part, wte, block, trans_b=True, b_rows=rows)
+        if dx is None and dwte is None:
+            lse = empty((count,), x.dtype, x.device)
+            _losses(block.array, counted, ignore_index, lse.array, its_losses)
+            continue
+        _losses_and_gradients(
+            block.array, counted, ignore_index, weight.array.reshape(1), its_losses
+        )
+        if dx is not None:
+            _product(block, wte, dx.view((count, C), start * C), b_rows=rows)
+        if dwte is not None:
+            _product(block, part, dwte.view((rows, C)), trans_a=True, accumulate=start > 0)
+    if dwte is not None:
+        # Without a chunk nothing has written the rest.
+        dwte.array[rows if N else 0 :] = 0
+    _weighted_sum(losses.array, weight.array.reshape(1), out.array.reshape(1))
+
+
+def linear_cross_entropy_workspace(N: int, rows: int) -> int:
+    """Bytes that linear_cross_entropy holds beside its results: mostly a chunk of logits."""
+    return 4 * (min(N, chunk_rows(rows)) * rows + N)
+
+
+def chunk_rows(rows: int) -> int:
+    """Rows of x in one chunk, for `rows` classes: a power of two, so that BLAS's tiles are full."""
+    fitting = max(1, LOGITS_BYTES // (4 * max(1, rows)))
+    return min(MOST_ROWS, 1 << (fitting.bit_length() - 1))
+
+
+def _product(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    b_rows: int | None = None,
+    accumulate: bool = False,
+) -> None:
+    matmul(
+        a,
+        b,
+        None,
+        out=out,
+        trans_a=trans_a,
+        trans_b=trans_b,
+        alpha=1.0,
+        b_rows=b_rows,
+        accumulate=accumulate,
+    )

@@ -1,0 +1,171 @@
+"""Functions of float32 that LLVM vectorises, for use inside kernels.
+
+Numba calls libm once per element (68 times slower in gelu), and its wheels come without SVML. The
+polynomials here are minimax fits made for this file; each docstring states the largest error
+measured over all floats against float64, in units in the last place (ulp) or relative to the value.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from forge.backends.cpu.jit import device
+
+f32 = np.float32
+
+_FLOAT = ir.FloatType()
+_WORD = ir.IntType(32)
+# Numba adds a kernel's fast-math flags only to instructions that have none.
+_FLAGS = ("contract",)
+
+
+@intrinsic
+def maximum(typing: Any, x: Any, y: Any) -> Any:
+    """The greater float32, NaN if either is; unlike `max`, reductions by it vectorise anywhere."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_FLOAT, [_FLOAT] * 2)
+        function = builder.module.declare_intrinsic("llvm.maximum", [_FLOAT], kind)
+        return builder.call(function, args)
+
+    return types.float32(types.float32, types.float32), generate
+
+
+@intrinsic
+def exp(typing: Any, x: Any) -> Any:
+    """e^x; 1.0 ulp, denormal results included; exp(-inf) = 0, overflow gives inf, NaN stays.
+
+    Written in LLVM's IR with flags of its own: a kernel's `reassoc` would fold the constants of the
+    range reduction and the two powers.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _Exp(builder).emit(args[0])
+
+    return types.float32(types.float32), generate
+
+
+class _Exp:
+    """Writes the instructions of e^x = 2^n e^r with integer n and |r| <= log(2) / 2."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+        kind = ir.FunctionType(_FLOAT, [_FLOAT] * 3)
+        self.fma_function = builder.module.declare_intrinsic("llvm.fma", [_FLOAT], kind)
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """a b + c, rounded once."""
+        return self.builder.call(self.fma_function, [a, b, c])
+
+    def emit(self, x: Any) -> Any:
+        builder = self.builder
+        # Comparisons are false for NaN, so it passes through.
+        low, high = _number(-104.0), _number(89.0)
+        x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+        x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+        # Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+        shifted = self.fma(x, _number(1.4426950408889634), _number(12582912.0))
+        n = builder.fsub(shifted, _number(12582912.0), flags=_FLAGS)
+        # log(2) in two parts, the first with so few bits that n times it is exact.
+        r = self.fma(n, _number(-0.693359375), x)
+        r = self.fma(n, _number(2.12194440e-4), r)
+        p = _number(0.0013814540579915047)
+        for coefficient in (
+            0.00836874544620514,
+            0.04166838899254799,
+            0.1666652113199234,
+            0.4999999403953552,
+        ):
+            p = self.fma(p, r, _number(coefficient))
+        p = self.fma(p, builder.fmul(r, r, flags=_FLAGS), r)
+        p = builder.fadd(p, _number(1.0), flags=_FLAGS)
+        # Two factors, since 2^n itself may be infinite or denormal.
+        n = builder.sub(builder.bitcast(shifted, _WORD), ir.Constant(_WORD, 0x4B400000))
+        half = builder.ashr(n, ir.Constant(_WORD, 1))
+        p = builder.fmul(p, self.power(half), flags=_FLAGS)
+        return builder.fmul(p, self.power(builder.sub(n, half)), flags=_FLAGS)
+
+    def power(self, n: Any) -> Any:
+        """2^n for -126 <= n <= 127."""
+        biased = self.builder.add(n, ir.Constant(_WORD, 127))
+        return self.builder.bitcast(self.builder.shl(biased, ir.Constant(_WORD, 23)), _FLOAT)
+
+
+def _number(value: float) -> Any:
+    return ir.Constant(_FLOAT, float(f32(value)))
+
+
+@device
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + e^-x); relative error 1.2e-7, and 0 below -88.7."""
+    return f32(1.0) / (f32(1.0) + exp(-x))
+
+
+@device
+def tanh(x: Any) -> Any:
+    """Hyperbolic tangent; 1.4 ulp."""
+    z = x * x
+    p = f32(-0.0057170456275343895)
+    p = p * z + f32(0.02065058797597885)
+    p = p * z + f32(-0.05374349653720856)
+    p = p * z + f32(0.13331490755081177)
+    p = p * z + f32(-0.3333328366279602)
+    near = x + x * z * p
+    far = f32(1.0) - f32(2.0) / (f32(1.0) + exp(f32(2.0) * abs(x)))
+    far = -far if x < f32(0.0) else far
+    return near if abs(x) < f32(0.625) else far
+
+
+@device
+def normal_cdf(x: Any) -> Any:
+    """(1 + erf(x / sqrt(2))) / 2, the standard normal distribution function."""
+    t = abs(x) * f32(0.7071067811865476)
+    # erfc(t) = s exp(-t^2 + P(s)) with s = 1 / (1 + t/2): P is smooth and bounded on (0, 1].
+    s = f32(1.0) / (f32(1.0) + f32(0.5) * t)
+    p = f32(0.13896816968917847)
+    p = p * s + f32(-0.6483120918273926)
+    p = p * s + f32(1.080152988433838)
+    p = p * s + f32(-0.5943141579627991)
+    p = p * s + f32(-0.16452525556087494)
+    p = p * s + f32(0.045941077172756195)
+    p = p * s + f32(0.01945643126964569)
+    p = p * s + f32(0.3897954523563385)
+    p = p * s + f32(0.9982675313949585)
+    p = p * s + f32(-1.2654300928115845)
+    tail = f32(0.5) * s * exp(p - t * t)
+    return tail if x < f32(0.0) else f32(1.0) - tail
+
+
+# sqrt(2/pi) and the cubic's factor of GPT-2's gelu, both times two: tanh(u) = 2 sigmoid(2u) - 1.
+_GELU_K = f32(2.0 * 0.7978845608028654)
+_GELU_C = f32(0.044715)
+_DENSITY = f32(0.3989422804014327)
+
+
+@device
+def gelu_tanh(x: Any) -> Any:
+    """x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), GPT-2's form."""
+    return x * sigmoid(_GELU_K * (x + _GELU_C * x * x * x))
+
+
+@device
+def gelu_tanh_slope(x: Any) -> Any:
+    """Derivative of `gelu_tanh`."""
+    square = x * x
+    s = sigmoid(_GELU_K * (x + _GELU_C * square * x))
+    return s + x * s * (f32(1.0) - s) * _GELU_K * (f32(1.0) + f32(3.0) * _GELU_C * square)
+
+
+@device
+def gelu_erf(x: Any) -> Any:
+    """x Phi(x), the exact form."""
+    return x * normal_cdf(x)
+
+
+@device
+def gelu_erf_slope(x: Any) -> Any:
+    """Derivative of `gelu_erf`."""
+    return normal_cdf(x) + x * _DENSITY * exp(f32(-0.5) * x * x)

@@ -1,0 +1,78 @@
+"""Reductions. The sum over rows is compiled; NumPy's own loops serve the others.
+
+N rows, C columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from forge.backends.cpu.jit import kernel
+from forge.tensor import Tensor
+
+f32 = np.float32
+
+# Rows whose sum is one partial result; partial results are added in the order of the tiles.
+_ROWS = 64
+
+
+def sum_rows(x: Tensor, *, out: Tensor) -> None:
+    """out[c] += sum over n of x[n, c]."""
+    _sum_rows(x.array, out.array)
+
+
+@kernel("void(float32[:, ::1], float32[::1])", cost=1.5)
+def _sum_rows(x: Any, out: Any) -> None:
+    N, C = x.shape
+    tiles = (N + _ROWS - 1) // _ROWS
+    partial = np.empty((tiles, C), f32)
+    for t in prange(tiles):
+        total = partial[t]
+        rows = x[t * _ROWS : (t + 1) * _ROWS]
+        for c in range(C):
+            total[c] = rows[0, c]
+        for n in range(1, rows.shape[0]):
+            row = rows[n]
+            for c in range(C):
+                total[c] += row[c]
+    for t in range(tiles):
+        total = partial[t]
+        for c in range(C):
+            out[c] += total[c]
+
+
+def sum_to(x: Tensor, *, out: Tensor) -> None:
+    """out = x summed over the dimensions that out has once."""
+    axes = tuple(i for i, (n, m) in enumerate(zip(x.shape, out.shape, strict=True)) if n != m)
+    kept = out.shape[len(axes) :]
+    if axes == tuple(range(len(axes))) and kept == x.shape[len(axes) :]:
+        C = int(np.prod(kept, dtype=np.int64))
+        out.array.fill(0.0)
+        if x.size:
+            _sum_rows(x.array.reshape(-1, C), out.array.reshape(-1))
+        return
+    # In float64: NumPy adds floats along an outer dimension one by one.
+    np.copyto(out.array, x.array.sum(axis=axes, keepdims=True, dtype=np.float64))
+
+
+def max(x: Tensor, *, out: Tensor, mask: Tensor | None = None, axis: tuple[int, ...]) -> None:
+    """out = the largest over `axis`, kept as dimensions of 1; mask = d out / dx, ties sharing."""
+    np.max(x.array, axis=axis, keepdims=True, out=out.array)
+    if mask is not None:
+        ties = x.array == out.array
+        with np.errstate(invalid="ignore"):
+            np.divide(ties, ties.sum(axis=axis, keepdims=True), out=mask.array, casting="same_kind")
+
+
+def finite(x: Tensor) -> bool:
+    """Whether every element is finite."""
+    return bool(np.isfinite(x.array).all())
+
+
+def extent(x: Tensor) -> tuple[float, float]:
+    """Smallest and largest of the finite elements; NaN where there are none."""
+    value = x.array[np.isfinite(x.array)]
+    return (float(value.min()), float(value.max())) if value.size else (np.nan, np.nan)

@@ -1,0 +1,299 @@
+"""What lies under the CPU kernels: the compiled cache, the thread pool, BLAS, the functions."""
+
+import concurrent.futures
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+
+from forge.backends.cpu import jit, linear, norm, reduce, threads, update
+from forge.backends.cpu.mathlib import exp, normal_cdf, sigmoid, tanh
+from forge.errors import ArgumentError, DeviceError
+from forge.tensor import Tensor, tensor, zeros_like
+
+f32 = np.float32
+SOURCES = Path(jit.__file__).parent
+
+# A program whose cold cache holds only two kernels, so that filling it is quick. It has no main
+# guard, as a user's script may not.
+PROGRAM = """
+import numpy as np
+from forge.backends.cpu import jit, pointwise, reduce
+from forge.tensor import tensor
+few = (pointwise._scale, reduce._sum_rows)
+jit.kernels = lambda: {kernel.name: kernel for kernel in few}
+x = tensor(np.ones((70, 3), np.float32))
+total = tensor(np.zeros(3, np.float32))
+reduce.sum_rows(x, out=total)
+pointwise.scale(total, 2.0, out=total)
+print(total.numpy().tolist())
+"""
+RESULT = "[140.0, 140.0, 140.0]"
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+@pytest.fixture
+def thread_counts():
+    """1, 2, 3 and 5 threads, and the session's own afterwards."""
+    before = threads.get_threads()
+    try:
+        threads.set_threads(5)
+    except ArgumentError as error:
+        pytest.skip(str(error))
+    yield (1, 2, 3, 5)
+    threads.set_threads(before)
+
+
+def start(code: str, cache: Path, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(code: str, cache: Path, **environment: str) -> tuple[str, str]:
+    process = start(code, cache, **environment)
+    out, notices = process.communicate(timeout=300)
+    assert process.returncode == 0, notices
+    return out.strip(), notices
+
+
+# ---- The cache ----
+
+
+def test_an_edit_of_any_source_changes_the_cache_key(tmp_path):
+    copy = Path(shutil.copytree(SOURCES, tmp_path / "cpu"))
+    before = jit.cache_key(copy)
+    assert jit.cache_key(copy) == before
+    with (copy / "mathlib.py").open("a") as file:
+        file.write("# another constant\n")
+    assert jit.cache_key(copy) != before
+
+
+def test_a_cold_cache_is_filled_once_by_two_processes_that_start_together(tmp_path):
+    both = [start(PROGRAM, tmp_path) for _ in range(2)]
+    ends = [process.communicate(timeout=300) for process in both]
+    assert [out.strip() for out, _ in ends] == [RESULT, RESULT], ends
+    lines = "".join(notices for _, notices in ends).splitlines()
+    compiling = [line for line in lines if "compiling 2 CPU kernels for this machine, once" in line]
+    assert len(compiling) == 1
+    # The other process, if it came while the first compiled, says that it waits, and nothing else.
+    assert all("waiting for it" in line for line in lines if line not in compiling)
+    assert run(PROGRAM, tmp_path) == (RESULT, "")
+
+
+def test_an_unwritable_cache_is_named_and_kernels_still_run(tmp_path):
+    (tmp_path / "file").touch()
+    out, notices = run(PROGRAM, tmp_path / "file")
+    assert out == RESULT
+    assert notices.count("\n") == 1
+    assert "cannot write the kernel cache" in notices
+
+
+def test_a_compiler_process_that_fails_is_reported(tmp_path):
+    with pytest.raises(DeviceError, match=r"got exit 1.*no attribute 'absent'"):
+        jit._run_workers(["forge.backends.cpu.jit:absent"], 1, tmp_path)
+
+
+def test_old_caches_are_pruned_but_not_the_newest(tmp_path):
+    for age, name in enumerate(("own", "b", "c", "d", "e", "f")):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    jit._prune(tmp_path / "own")
+    assert {path.name for path in tmp_path.iterdir()} == {"own", "b", "c", "d"}
+
+
+def test_every_kernel_is_found_with_its_own_name():
+    found = jit.kernels()
+    assert {"forge.backends.cpu.linear:_tiles", "forge.backends.cpu.update:_adamw"} <= set(found)
+    assert all(kernel.name == name for name, kernel in found.items())
+
+
+# ---- Threads ----
+
+
+def test_the_default_thread_count_is_the_cores_of_this_process(tmp_path):
+    code = (
+        "import os; os.environ.pop('NUMBA_NUM_THREADS', None); os.sched_setaffinity(0, {min(os."
+        "sched_getaffinity(0))})\n"
+        "from forge.backends.cpu import threads; print(threads.get_threads())"
+    )
+    assert run(code, tmp_path) == ("1", "")
+    code = "from forge.backends.cpu import threads; print(threads.get_threads())"
+    assert run(code, tmp_path, NUMBA_NUM_THREADS="3") == ("3", "")
+
+
+def test_a_control_groups_quota_limits_the_cores(tmp_path):
+    own = tmp_path / "cgroup"
+    root = tmp_path / "fs"
+    inner = root / "outer" / "inner"
+    inner.mkdir(parents=True)
+    own.write_text("0::/outer/inner\n")
+    assert threads.cgroup_quota(root, own) is None
+    (inner / "cpu.max").write_text("max 100000\n")
+    assert threads.cgroup_quota(root, own) is None
+    (root / "outer" / "cpu.max").write_text("150000 100000\n")
+    assert threads.cgroup_quota(root, own) == 1.5
+    (inner / "cpu.max").write_text("50000 100000\n")
+    assert threads.cgroup_quota(root, own) == 0.5
+    own.write_text("4:memory:/x\n3:cpu,cpuacct:/job\n")
+    job = root / "cpu,cpuacct" / "job"
+    job.mkdir(parents=True)
+    (job / "cpu.cfs_period_us").write_text("100000\n")
+    (job / "cpu.cfs_quota_us").write_text("-1\n")
+    assert threads.cgroup_quota(root, own) is None
+    (job / "cpu.cfs_quota_us").write_text("200000\n")
+    assert threads.cgroup_quota(root, own) == 2.0
+
+
+def test_the_thread_count_holds_in_other_python_threads(thread_counts, rng):
+    threads.set_threads(2)
+    x, total = rng.standard_normal((9, 3)).astype(f32), np.zeros(3, f32)
+
+    def work() -> int:
+        reduce._sum_rows(x, total)
+        return numba.get_num_threads()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == 2
+
+
+def test_fewer_than_one_thread_is_refused():
+    with pytest.raises(ArgumentError, match="at least 1 thread, got 0"):
+        threads.set_threads(0)
+
+
+def test_the_thread_count_never_shows_in_the_bits(thread_counts, rng):
+    def normal(*shape: int) -> Tensor:
+        return tensor(rng.standard_normal(shape).astype(f32))
+
+    x, w, dy, few = normal(300, 700), normal(700, 1000), normal(300, 1000), normal(3, 700)
+    bias, gamma, flat = normal(1000), normal(700), normal(50_000)
+    results = []
+    for count in thread_counts:
+        threads.set_threads(count)
+        out = [zeros_like(t) for t in (dy, dy, w, gamma, x, gamma, gamma)]
+        product, hidden, dw, rows, dx, dgamma, dbeta = out
+        linear.linear(x, w, bias, out=product, pre=hidden, gelu="tanh")
+        weight = {"alpha": 1.0, "trans_b": False, "b_rows": None, "accumulate": True}
+        linear.matmul(x, dy, None, out=dw, trans_a=True, **weight)
+        decoded = zeros_like(normal(3, 1000))
+        linear.matmul(few, w, None, out=decoded, trans_a=False, **weight)
+        reduce.sum_rows(x, out=rows)
+        length = zeros_like(tensor(f32(0)))
+        update.global_norm(flat, out=length)
+        y, mean, rstd = zeros_like(x), zeros_like(normal(300)), zeros_like(normal(300))
+        norm.layernorm(x, gamma, gamma, out=y, mean=mean, rstd=rstd, eps=1e-5)
+        norm.layernorm_backward(x, gamma, y, mean, rstd, dx=dx, dgamma=dgamma, dbeta=dbeta)
+        results.append([t.numpy().tobytes() for t in (*out, decoded, length, y)])
+    assert all(result == results[0] for result in results)
+
+
+# ---- Products ----
+
+
+@pytest.mark.parametrize("trans_b", [False, True])
+@pytest.mark.parametrize(("N", "K"), [(768, 300), (1600, 96), (128, 128), (48, 64), (33, 37)])
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(rng, N, K, trans_b):
+    M = 400
+    x = rng.standard_normal((M, K)).astype(f32)
+    w = rng.standard_normal((N, K) if trans_b else (K, N)).astype(f32)
+    bias = rng.standard_normal(N).astype(f32)
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        out = np.empty((stop - start, N), f32)
+        linear.product(x[start:stop], w, bias, out=out, trans_b=trans_b)
+        return out
+
+    whole = rows(0, M)
+    for start, stop in ((0, 9), (0, 24), (0, 25), (0, 97), (0, 399), (96, 105), (288, 400)):
+        np.testing.assert_array_equal(rows(start, stop), whole[start:stop])
+    few = rows(0, 8)
+    for start, stop in ((0, 1), (3, 4), (2, 8), (7, 8)):
+        np.testing.assert_array_equal(rows(start, stop), few[start:stop])
+
+
+def test_numpys_blas_keeps_its_threads(tmp_path):
+    code = """
+import ctypes
+import numpy as np
+np.ones((2, 2)) @ np.ones((2, 2))
+loaded = {line.split()[-1] for line in open("/proc/self/maps") if "openblas64" in line}
+own = [ctypes.CDLL(path) for path in loaded]
+own = [getattr(library, "scipy_openblas_get_num_threads64_", None) for library in own]
+before = [count() for count in own if count]
+from forge.backends.cpu import blas, linear
+out = np.empty((64, 64), np.float32)
+linear.product(np.ones((64, 64), np.float32), np.ones((64, 64), np.float32), out=out)
+after = [count() for count in own if count]
+print(before == after, len(before), blas._library().scipy_openblas_get_num_threads(), out[0, 0])
+"""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    unchanged, libraries, ours, value = run(code, cache)[0].split()
+    if libraries == "0":
+        pytest.skip("this NumPy does not use the OpenBLAS of its wheel")
+    assert (unchanged, ours, value) == ("True", "1", "64.0")
+
+
+# ---- Functions ----
+
+
+def _float64(name: str, x: np.ndarray) -> np.ndarray:
+    if name == "exp":
+        return np.exp(x)
+    if name == "sigmoid":
+        return 1.0 / (1.0 + np.exp(-x))
+    return np.tanh(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "ulp"),
+    [("exp", exp, 1.01), ("sigmoid", sigmoid, 2.1), ("tanh", tanh, 1.4)],
+)
+def test_functions_keep_their_accuracy_over_all_floats(name, function, ulp):
+    @jit.kernel("void(float32[::1], float32[::1])", parallel=False)
+    def apply(x, out):
+        for i in range(x.size):
+            out[i] = function(x[i])
+
+    x = np.arange(0, 2**32, 997, dtype=np.uint64).astype(np.uint32).view(f32)
+    out = np.empty_like(x)
+    apply.load(None)
+    apply(x, out)
+    with np.errstate(all="ignore"):
+        expected = _float64(name, x.astype(np.float64))
+        rounded = expected.astype(f32)
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(x))
+    np.testing.assert_array_equal(np.isinf(out), np.isinf(rounded))
+    # Sigmoid is 0 below -88.7, where its true value is denormal.
+    normal = np.isfinite(rounded) & ((np.abs(rounded) > 1e-37) | (name != "sigmoid"))
+    errors = np.abs(out[normal].astype(np.float64) - expected[normal])
+    assert (errors / np.spacing(np.abs(rounded[normal]))).max() <= ulp
+
+
+def test_the_normal_distribution_keeps_its_tails():
+    @jit.kernel("void(float32[::1], float32[::1])", parallel=False)
+    def apply(x, out):
+        for i in range(x.size):
+            out[i] = normal_cdf(x[i])
+
+    x = np.linspace(-12.5, 9.0, 4001).astype(f32)
+    out = np.empty_like(x)
+    apply.load(None)
+    apply(x, out)
+    expected = np.array([0.5 * math.erfc(-value / 2.0**0.5) for value in x.astype(np.float64)])
+    # The exponent of e is rounded to float32, so the error grows with the square of x.
+    assert (np.abs(out - expected) / expected / (1.0 + x.astype(np.float64) ** 2)).max() < 1.5e-7
