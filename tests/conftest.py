@@ -3,9 +3,10 @@
 import importlib.util
 import os
 
-# Before anything imports Numba, which reads it once. One thread is the fastest on a busy or small
-# machine; tests about threads start their own processes.
+# Before anything imports Numba or NumPy, which read these once. One thread is the fastest on a busy
+# or small machine; tests about threads start their own processes.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

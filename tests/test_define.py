@@ -1,6 +1,10 @@
 """`@op`: signatures, recording, and definitions that are refused."""
 
+import importlib.util
 import inspect
+import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,6 +107,13 @@ def test_defaults_reach_the_rule():
     x = tape.leaf(ref([2.0]))
     y = affine(x, ref([3.0]))
     assert tape.backward(y)[x].item() == 3.0
+
+
+def test_a_lambda_may_be_an_op():
+    double = op(name="test.double")(lambda x, *, by=2.0: ops.scale(x, by))
+    double.rule(lambda node, dy: {"x": ops.scale(dy, node.by)})
+    x = Tape().leaf(ref([3.0]))
+    assert x.tape.backward(double(x))[x].item() == 2.0
 
 
 def test_no_record_without_a_tape():
@@ -220,6 +231,22 @@ def test_a_remake_names_an_output():
 
     with pytest.raises(ArgumentError, match=r"\[remade\] expected to remake one of \['out'\]"):
         remade.remake("y", needs=("x",))
+
+
+def test_the_benchmark_of_the_wrapper_runs(monkeypatch, capsys):
+    path = Path(__file__).parent.parent / "benchmarks" / "overhead.py"
+    spec = importlib.util.spec_from_file_location("overhead", path)
+    overhead = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(overhead)
+    monkeypatch.setattr(overhead, "NODES", 10)
+    monkeypatch.setattr(overhead, "ROUNDS", 2)
+    for argv in (["overhead"], ["overhead", "--json"]):
+        monkeypatch.setattr(sys, "argv", argv)
+        overhead.main()
+    table, _, document = capsys.readouterr().out.partition("{")
+    rows = json.loads("{" + document)["rows"]
+    assert len(table.splitlines()) == 2 + len(rows)
+    assert all(set(row) == {"wrapper", "record", "backward"} for row in rows.values())
 
 
 def test_the_worked_example_of_an_op():

@@ -135,6 +135,14 @@ def test_a_rule_sees_its_saves_and_attributes_and_nothing_else():
     assert (seen["spec"].shape, seen["out"].shape, seen["wants"]) == ((2, 2), (3,), False)
 
 
+def test_no_gradient_flows_through_integers():
+    tape = Tape()
+    x = tape.leaf(ref([1.7, -2.2]))
+    whole = ops.cast(x, "int64")
+    assert type(whole) is forge.Tensor
+    same(tape.backward(ops.sum(ops.cast(whole, "float64") * x))[x], [1.0, -2.0])
+
+
 def test_unwanted_gradients_are_not_computed():
     calls = []
 
@@ -198,6 +206,27 @@ def test_adding_in_place_does_not_touch_a_gradient_that_is_used_elsewhere():
     same(grads[c], s)
 
 
+def test_the_first_sum_is_new_and_then_it_is_added_to(monkeypatch):
+    calls = []
+
+    class Counting(Tape.arithmetic):
+        @staticmethod
+        def add(a, b):
+            calls.append("add")
+            return ops.add(a, b)
+
+        @staticmethod
+        def add_(a, b):
+            calls.append("add_")
+            Counting.__base__.add_(a, b)
+
+    monkeypatch.setattr(Tape, "arithmetic", Counting)
+    tape = Tape()
+    x = tape.leaf(normal(3))
+    same(tape.backward(x + x + x + x, ref(np.ones(3)))[x], 4 * np.ones(3))
+    assert calls == ["add", "add_", "add_"]
+
+
 @pytest.mark.parametrize("uses", [2, 3, 4])
 def test_a_value_added_to_itself(uses):
     tape = Tape()
@@ -242,6 +271,18 @@ def test_a_root_in_the_middle_of_the_tape():
     y = x * x
     ops.exp(y)
     assert tape.backward(y)[x].item() == 4.0
+
+
+def test_what_was_recorded_after_the_root_is_freed_first():
+    calls = []
+    tape = Tape()
+    x = tape.leaf(ref(2.0))
+    y = rule_of(lambda node, dy: calls.append(kept()) or {"x": dy})(x)
+    kept = weakref.ref(ops.exp(y).value.storage)
+    assert kept() is not None
+    tape.backward(y)
+    assert calls == [None]
+    assert not tape.nodes
 
 
 def test_a_node_without_gradient_is_passed_over():
@@ -451,6 +492,17 @@ def test_into_a_wider_buffer(function):
     expected = tape.backward(function(plain, x), ref(np.ones((3, 3)), "float32"))[plain].numpy()
     # float32 would keep nothing of the gradient beside 1e9.
     np.testing.assert_allclose(buffer.numpy() - 1e9, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rule_may_return_the_wider_dtype_of_the_buffer():
+    def rule(node, dy):
+        return {"x": ref(np.full(2, 1 / 3))}
+
+    buffer = ref(np.zeros(2))
+    tape = Tape()
+    y = rule_of(rule)(tape.leaf(ref([1.0, 1.0], "float32"), into=buffer))
+    tape.backward(y, ref([1.0, 1.0], "float32"))
+    assert buffer.numpy().tolist() == [1 / 3, 1 / 3]
 
 
 def test_a_root_with_a_buffer():

@@ -12,7 +12,7 @@ from forge.autograd.tape import Tape
 from forge.backends import reference, registry
 from forge.tensor import Tensor, tensor
 from forge.verify import CASES, as_json, check, model_cases, run
-from forge.verify.driver import KERNEL, implementation
+from forge.verify.driver import implementation, kernel_of
 
 BY_OP = {name: [case for case in CASES if case.op == name] for name in {c.op for c in CASES}}
 PUBLIC = {name for name in ops.__all__ if callable(getattr(ops, name))}
@@ -85,7 +85,7 @@ def test_a_kernel_wrong_by_a_thousandth_fails(kernel, sabotage):
             x.array[...] = x.array * 1.001 if x.dtype != "int64" else x.array + 1
 
     sabotage(kernel, wrong)
-    served = SERVES.get(kernel) or {name for name in PUBLIC if KERNEL.get(name, name) == kernel}
+    served = SERVES.get(kernel) or {name for name in PUBLIC if kernel_of(name) == kernel}
     assert served
     for name in served:
         assert failing(name).keys() == {name}
@@ -148,7 +148,7 @@ def test_a_rule_that_keeps_memory_it_does_not_own_fails(sabotage, monkeypatch):
 
     sabotage("exp", spying)
     monkeypatch.setattr(Tape.primitives["exp"], "rule", rule)
-    assert "dx is wrong by nan" in str(failing("exp"))
+    assert "dx is wrong" in str(failing("exp"))
 
 
 def test_an_accumulation_that_overwrites_fails(sabotage):
@@ -180,8 +180,7 @@ def test_results_say_what_ran():
 
 
 def test_implementations_follow_the_kernels():
-    for name in PUBLIC - {"reshape"}:
-        assert KERNEL.get(name, name) in reference.KERNELS
+    assert {name for name in PUBLIC if kernel_of(name) is None} == {"reshape"}
     assert implementation("matmul", forge.Device("cpu"), "float64") == "reference"
     assert implementation("reshape", forge.Device("cpu"), "float32") == "cpu"
 

@@ -1,7 +1,8 @@
 """Hooks: what sees every node of a tape, forward and backward.
 
 A hook is any callable: `Tape(hooks=[Timer()])` calls it with an Event before and after every op and
-every rule. A hook watches; it changes nothing.
+every rule; what recomputation runs again is part of the rule that asked. A hook watches; it changes
+nothing.
 """
 
 import sys
@@ -24,13 +25,13 @@ class Event(NamedTuple):
     op: str
     node: int
     inputs: dict[str, Any]
-    outputs: dict[str, Any] | None
+    outputs: dict[str, Any] | None = None
 
 
 Hook = Callable[[Event], object]
 
 
-def anomaly(finite: Callable[[Any], bool], describe: Callable[[Any], str]) -> Hook:
+def stop_at_non_finite(finite: Callable[[Any], bool], describe: Callable[[Any], str]) -> Hook:
     """A hook that raises `NonFiniteError` at the first value or gradient that is not finite."""
 
     def check(event: Event) -> None:
@@ -70,15 +71,12 @@ class Timer:
         )
 
 
-class Memory:
+class Memory(list[tuple[str, str, int, int]]):
     """Bytes that the device's pool has in use after each node: (phase, op, node, bytes)."""
-
-    def __init__(self) -> None:
-        self.trace: list[tuple[str, str, int, int]] = []
 
     def __call__(self, event: Event) -> None:  # noqa: D102
         for value in list((event.outputs or {}).values())[:1]:
-            self.trace.append((*event[:3], value.device.pool.in_use))
+            self.append((*event[:3], value.device.pool.in_use))
 
 
 def show(event: Event) -> None:

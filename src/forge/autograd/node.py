@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from forge.errors import TapeError
 from forge.tensor import Spec, Tensor
@@ -36,17 +36,6 @@ class Var:
         return f"Var({self.id}, {self.value!r})"
 
 
-class Remake(NamedTuple):
-    """How an output is made again from other values, cheaper than by rerunning the op.
-
-    The function gets an object with the values of `needs` and the op's attributes by name.
-    """
-
-    output: str
-    needs: tuple[str, ...]
-    function: Callable[[Any], Tensor]
-
-
 @dataclass(slots=True, eq=False)
 class Primitive:
     """An op with a kernel, as the tape knows it.
@@ -54,7 +43,8 @@ class Primitive:
     `run(inputs, arguments)` takes the ids of tracked inputs and all arguments by name, and returns
     outputs and extras by name. `differentiable` is "twice" (its rule is made of ops that have
     rules), "once" or "no"; a `view` shares its input's storage; `buffers` are keywords that only
-    rules pass.
+    rules pass; `remake` makes an output again from other values, cheaper than by rerunning the op:
+    its name, the names it needs, and a function of an object with those and the attributes.
     """
 
     name: str
@@ -65,7 +55,7 @@ class Primitive:
     view: bool
     buffers: tuple[str, ...]
     rule: Callable[..., dict[str, Any]] | None = None
-    remake: Remake | None = None
+    remake: tuple[str, tuple[str, ...], Callable[[Any], Tensor]] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -129,12 +119,10 @@ class NodeView:
 
     def spec(self, name: str) -> Spec:
         """Shape, dtype and device of an input or output, saved or not."""
-        node = self._node
-        if name in node.op.outputs:
-            return self._tape.specs[node.first + node.op.outputs.index(name)]
-        if name not in node.specs:
-            raise TapeError(f"[{node.op.name}] expected an input or output, got {name!r}")
-        return node.specs[name]
+        identity, specs = self._node.id_of(name), self._node.specs
+        if identity is None and name not in specs:
+            raise TapeError(f"[{self._node.op.name}] expected an input or output, got {name!r}")
+        return specs[name] if identity is None else self._tape.specs[identity]
 
     def wants(self, name: str) -> bool:
         """Whether anyone needs this input's gradient."""

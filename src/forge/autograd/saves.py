@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from forge.autograd.node import Node, Remake
+from forge.autograd.node import Node
 from forge.errors import TapeError
 from forge.tensor import Tensor
 
@@ -31,9 +31,9 @@ class Saves:
         self._producers = producers
         self._region = self._regions = NOWHERE
         self._dropped: dict[int, int] = {}
-        # How a node makes again what it dropped (by its op's Remake, or by running the op again),
-        # and from which of its values.
-        self._plans: dict[int, tuple[Remake | None, tuple[str, ...]]] = {}
+        # By node that dropped something: whether its op's `remake` makes it again, else the op
+        # itself does; and the names of what that reads.
+        self._plans: dict[int, tuple[bool, tuple[str, ...]]] = {}
         # Values made again, by node and name, until the sweep has passed the node that made them.
         self.remade: dict[int, dict[str, Tensor]] = {}
 
@@ -52,11 +52,12 @@ class Saves:
         names, region = node.op.saves, self._region
         recomputing = region != NOWHERE or self._policy
         if recomputing:
-            names += self._drop(node, arguments, made)
+            names += self._drop(node, made)
+        saved = node.saved
         for name in names:
             value = made[name] if name in made else arguments.get(name)
             if value.__class__ is Tensor:
-                node.saved[name] = (value, value.storage.version)
+                saved[name] = value, value.storage.version
         for name in node.saved if recomputing else ():
             identity = node.id_of(name)
             if identity is None and name in made and region != NOWHERE:
@@ -85,9 +86,7 @@ class Saves:
             )
         return value
 
-    def _drop(
-        self, node: Node, arguments: dict[str, Any], made: dict[str, Tensor]
-    ) -> tuple[str, ...]:
+    def _drop(self, node: Node, made: dict[str, Tensor]) -> tuple[str, ...]:
         """Mark the outputs that are not kept; the names of what is kept to make them again."""
         op = node.op
         rebased = op.view and EVERYWHERE in map(self._dropped.get, node.inputs.values())
@@ -101,13 +100,13 @@ class Saves:
                 dropped.append(name)
         if not dropped:
             return ()
-        tensors = tuple(name for name, x in arguments.items() if x.__class__ is Tensor)
-        plan: tuple[Remake | None, tuple[str, ...]] = None, tensors
-        remake = None if self._region else op.remake
-        if remake and dropped == [remake.output] and {*remake.needs} <= {*tensors, *made}:
-            plan = remake, remake.needs
-        self._plans[node.index] = plan
-        return plan[1]
+        reads, cheaper = tuple(node.specs), False
+        if op.remake is not None and self._region == NOWHERE:
+            output, needs, _ = op.remake
+            cheaper = dropped == [output] and {*needs} <= {*reads, *made}
+            reads = needs if cheaper else reads
+        self._plans[node.index] = cheaper, reads
+        return reads
 
     def _remake(self, index: int) -> None:
         """Run again, in their order, the nodes that the dropped values of a node come from."""
@@ -120,9 +119,10 @@ class Saves:
             sources = {self._producers[entry] for entry in entries if isinstance(entry, int)}
             pending |= sources - needed - self.remade.keys()
         for index in sorted(needed):
-            node, (remake, reads) = self._nodes[index], self._plans[index]
+            node, (cheaper, reads) = self._nodes[index], self._plans[index]
             values = {**node.attributes, **{name: self.value(node, name) for name in reads}}
-            if remake is None:
-                self.remade[index] = node.op.run(node.inputs, values)
+            if cheaper and node.op.remake is not None:
+                output, _, function = node.op.remake
+                self.remade[index] = {output: function(SimpleNamespace(**values))}
             else:
-                self.remade[index] = {remake.output: remake.function(SimpleNamespace(**values))}
+                self.remade[index] = node.op.run(node.inputs, values)

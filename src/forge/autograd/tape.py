@@ -12,8 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from forge.autograd import hooks as hooking
-from forge.autograd.hooks import Event, Hook
+from forge.autograd.hooks import Event, Hook, stop_at_non_finite
 from forge.autograd.node import Node, NodeView, Primitive, Var
 from forge.autograd.saves import Saves
 from forge.dtypes import FLOATING
@@ -33,8 +32,8 @@ class Gradients:
         self._by_id = by_id
 
     def __getitem__(self, leaf: Var) -> Any:
-        known = leaf.tape.leaves is self._leaves and leaf.id in self._leaves
-        if not known or leaf.id in self._buffered:
+        known = leaf.__class__ is Var and leaf.tape.leaves is self._leaves
+        if not known or leaf.id not in self._leaves or leaf.id in self._buffered:
             raise TapeError(
                 f"[backward] expected a leaf of the swept tape without `into`, got {leaf!r}; "
                 "register what needs a gradient with tape.leaf"
@@ -74,7 +73,7 @@ class Tape:
         self.saves = Saves(recompute, self.nodes, self.producers)
         self._hooks = list(hooks)
         if anomaly:
-            self._hooks.append(hooking.anomaly(self.arithmetic.finite, self.arithmetic.describe))
+            self._hooks.append(stop_at_non_finite(self.arithmetic.finite, self.arithmetic.describe))
         self._swept = False
 
     def leaf(self, value: Tensor, *, into: Tensor | None = None) -> Var:
@@ -89,7 +88,7 @@ class Tape:
                 f"[leaf] expected a floating Tensor, got {value!r}; ids and masks are passed as "
                 "they are, other arrays go through forge.tensor"
             )
-        var = self._number(value, -1)
+        var: Var = self._number(value, -1)
         if into is not None:
             self.specs[var.id].require("leaf", "`into`", into, wider=True)
             self.buffers[var.id] = into
@@ -102,7 +101,8 @@ class Tape:
 
     def apply(self, op: Primitive, arguments: dict[str, Any]) -> Any:
         """Run an op on its arguments by name, Vars among them; append its node and return Vars."""
-        self._check_recording(op.name)
+        if self._swept:
+            self._check_recording(op.name)
         if op.rule is None:
             raise GradientError(
                 f"[{op.name}] expected Tensors, got a Var: the op is not differentiable; pass the "
@@ -110,7 +110,8 @@ class Tape:
             )
         inputs, specs, attributes = {}, {}, {}
         for name, x in arguments.items():
-            if x.__class__ is Var:
+            kind = x.__class__
+            if kind is Var:
                 if x.tape is not self:
                     raise TapeError(
                         f"[{op.name}] expected Vars of one tape, got {name!r} from another; "
@@ -119,7 +120,7 @@ class Tape:
                 inputs[name] = x.id
                 specs[name] = self.specs[x.id]
                 arguments[name] = x.value
-            elif x.__class__ is Tensor:
+            elif kind is Tensor:
                 specs[name] = Spec(x.shape, x.dtype, x.device)
             else:
                 attributes[name] = x
@@ -132,10 +133,11 @@ class Tape:
         index = len(self.nodes)
         if self._hooks:
             values = {name: arguments[name] for name in specs}
-            self._tell("forward", op, index, values)
+            self._tell("forward", op.name, index, values)
         made = op.run(inputs, arguments)
         if self._hooks:
-            self._tell("forward", op, index, values, {name: made[name] for name in op.outputs})
+            results = {name: made[name] for name in op.outputs}
+            self._tell("forward", op.name, index, values, results)
         node = Node(op, index, len(self.specs), inputs, specs, attributes, {})
         self.saves.save(node, arguments, made)
         self.nodes.append(node)
@@ -185,18 +187,16 @@ class Tape:
                 "make a new Tape, or sweep with retain=True"
             )
 
-    def _number(self, value: Tensor, producer: int) -> Var:
+    def _number(self, value: Tensor, producer: int) -> Any:
         var = Var(self, len(self.specs), value)
         self.specs.append(Spec(value.shape, value.dtype, value.device))
         self.producers.append(producer)
-        return var
+        # No gradient flows through integers: they leave the tape.
+        return var if value.dtype in FLOATING else value
 
-    def _tell(
-        self, phase: str, op: Primitive, index: int, inputs: Any, outputs: Any = None
-    ) -> None:
-        event = Event(phase, op.name, index, inputs, outputs)
+    def _tell(self, *event: Any) -> None:
         for hook in self._hooks:
-            hook(event)
+            hook(Event(*event))
 
     def _seed(self, root: Any, seed: Any, create_graph: bool) -> Any:
         if not isinstance(root, Var) or root.tape is not self:
@@ -232,36 +232,29 @@ class Tape:
             )
         if self._hooks:
             taken = {f"d{n}": d for n, d in zip(op.outputs, douts, strict=True) if d is not None}
-            self._tell("backward", op, node.index, taken)
+            self._tell("backward", op.name, node.index, taken)
         result: Any = op.rule(NodeView(self, node, create_graph), *douts)
         given = {}
-        for name, identity in node.inputs.items():
+        for name in node.inputs:
             if result.__class__ is not dict or name not in result:
                 raise GradientError(
                     f"[{op.name}] expected its rule to return a gradient of {name!r}, or None, "
                     f"got {list(result) if isinstance(result, dict) else result}"
                 )
             if result[name] is not None:
-                gradient = self._add(op, name, identity, result[name], grads, sums)
+                dx = self._add(node, name, result[name], grads, sums)
                 if self._hooks:
-                    given[f"d{name}"] = gradient
+                    given[f"d{name}"] = dx
         if self._hooks:
-            self._tell("backward", op, node.index, taken, given)
+            self._tell("backward", op.name, node.index, taken, given)
 
-    def _add(
-        self,
-        op: Primitive,
-        name: str,
-        identity: int,
-        dx: Any,
-        grads: dict[int, Any],
-        sums: set[int],
-    ) -> Any:
+    def _add(self, node: Node, name: str, dx: Any, grads: dict[int, Any], sums: set[int]) -> Any:
         """Add dx to what other uses of the value gave; in place only into sums made here.
 
         Returns dx summed over what broadcasting added; raises `GradientError` if it does not fit.
         """
-        spec, buffer, before = self.specs[identity], self.buffers.get(identity), grads.get(identity)
+        identity = node.inputs[name]
+        spec, buffer, before = node.specs[name], self.buffers.get(identity), grads.get(identity)
         if dx is buffer:
             return dx
         fits = dx.__class__ is Tensor or dx.__class__ is Var
@@ -275,8 +268,8 @@ class Tape:
             or (buffer is not None and dx.storage is buffer.storage)
         ):
             raise GradientError(
-                f"[{op.name}] expected its rule to return d{name} as {spec}, or its buffer once "
-                f"added to, got {dx!r}"
+                f"[{node.op.name}] expected its rule to return d{name} as {spec}, or its buffer "
+                f"once added to, got {dx!r}"
             )
         if buffer is not None:
             self.arithmetic.add_(buffer, dx)

@@ -14,6 +14,7 @@ from forge.ops.attention import (
     unmerge_heads,
     unsplit_heads,
 )
+from forge.ops.block import decode_block_
 from forge.ops.embedding import add_positions_, embedding, scatter_add_rows_, scatter_rows
 from forge.ops.linear import linear, matmul
 from forge.ops.loss import (
@@ -40,7 +41,7 @@ from forge.ops.pointwise import (
     tanh,
     where,
 )
-from forge.ops.reduce import max, mean, sum, sum_rows, sum_to
+from forge.ops.reduce import argmax, max, mean, sum, sum_rows, sum_to
 from forge.ops.shape import broadcast_to, concat, reshape, slice, take, transpose, unslice
 from forge.ops.update import adamw_, all_finite, global_norm
 
@@ -52,6 +53,7 @@ __all__ = [
     "add_layernorm_backward",
     "add_positions_",
     "all_finite",
+    "argmax",
     "attention",
     "attention_backward",
     "broadcast_to",
@@ -60,6 +62,7 @@ __all__ = [
     "concat",
     "cross_entropy",
     "cross_entropy_backward",
+    "decode_block_",
     "div",
     "dropout",
     "embedding",

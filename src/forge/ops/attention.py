@@ -64,9 +64,10 @@ def _(node: Any, dout: Any) -> dict[str, Any]:
     return {"y": d_y, "dy": softmax_backward(y, dout) if node.wants("dy") else None}
 
 
-def _check_heads(name: str, width: int, n_head: int) -> None:
-    if n_head < 1 or width % n_head:
-        raise ShapeError(f"[{name}] expected a width that {n_head} heads divide, got {width}")
+def _check_heads(name: str, size: int, n_head: int, *, what: str = "width", parts: int = 1) -> None:
+    if n_head < 1 or size % (parts * n_head):
+        heads = f"{parts} × {n_head}" if parts > 1 else str(n_head)
+        raise ShapeError(f"[{name}] expected a {what} that {heads} heads divide, got {size}")
 
 
 def _batched(name: str, x: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ def split_heads(qkv: Tensor, n_head: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     x = _batched("split_heads", qkv)
     batch, length, width = x.shape
-    _check_heads("split_heads", width, 3 * n_head)
+    _check_heads("split_heads", width, n_head, parts=3)
     shape = (batch * n_head, length, width // (3 * n_head))
     q, k, v = (empty(shape, x.dtype, x.device) for _ in range(3))
     kernels(x).split_heads(x, q=q, k=k, v=v, n_head=n_head)
@@ -114,7 +115,7 @@ def unsplit_heads(dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, n_hea
         if x is not None:
             check.shape("unsplit_heads", name, x.shape, first.shape)
     rows, length, width = first.shape
-    _check_heads("unsplit_heads", rows, n_head)
+    _check_heads("unsplit_heads", rows, n_head, what="number of rows")
     out = empty((rows // n_head, length, 3 * n_head * width), first.dtype, first.device)
     kernels(first).unsplit_heads(dq, dk, dv, out=out, n_head=n_head)
     return out
@@ -135,7 +136,7 @@ def merge_heads(x: Tensor, n_head: int | None = None) -> Tensor:
     check.rank("merge_heads", "x", x, 3)
     rows, length, width = x.shape
     heads = rows if n_head is None else n_head
-    _check_heads("merge_heads", rows, heads)
+    _check_heads("merge_heads", rows, heads, what="number of rows")
     out = empty((rows // heads, length, heads * width), x.dtype, x.device)
     kernels(x).merge_heads(x, out=out, n_head=heads)
     return out.view(out.shape[1:]) if n_head is None else out
@@ -187,7 +188,7 @@ def attention(
     """
     x = _batched("attention", qkv)
     batch, length, packed = x.shape
-    _check_heads("attention", packed, 3 * n_head)
+    _check_heads("attention", packed, n_head, parts=3)
     check.dropout("attention", x.device, key, p)
     out = empty((batch, length, packed // 3), x.dtype, x.device)
     lse = None
@@ -236,10 +237,13 @@ def attention_backward(
     x = _batched("attention_backward", qkv)
     check.floating("attention_backward", qkv=qkv, out=out, dout=dout)
     check.weights("attention_backward", qkv, lse=lse)
-    check.shape("attention_backward", "dout", dout.shape, out.shape)
     check.dropout("attention_backward", x.device, key, p)
     batch, length, packed = x.shape
+    _check_heads("attention_backward", packed, n_head, parts=3)
     shape = (batch, length, packed // 3)
+    for name, given in (("out", out), ("dout", dout)):
+        check.shape("attention_backward", name, given.shape, (*qkv.shape[:-1], shape[-1]))
+    check.shape("attention_backward", "lse", lse.shape, (batch, n_head, length))
     dqkv = empty_like(qkv)
     kernels(x).attention_backward(
         x,
@@ -268,7 +272,7 @@ def cached_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: int | Ten
     check.rank("cached_attention", "q", q, 3)
     batch, length, width = q.shape
     heads, room = _check_caches("cached_attention", k_cache, v_cache, batch, width)
-    check.position("cached_attention", pos, batch, length, room)
+    check.position("cached_attention", q, pos, batch, length, room)
     out = empty_like(q)
     kernels(q).cached_attention(q, k_cache, v_cache, pos, out=out, n_head=heads)
     return out
@@ -285,7 +289,8 @@ def kv_append_(k_cache: Tensor, v_cache: Tensor, qkv: Tensor, pos: int | Tensor)
     check.rank("kv_append_", "qkv", qkv, 3)
     batch, length, packed = qkv.shape
     heads, room = _check_caches("kv_append_", k_cache, v_cache, batch, packed // 3)
-    check.position("kv_append_", pos, batch, length, room)
+    _check_heads("kv_append_", packed, heads, parts=3)
+    check.position("kv_append_", qkv, pos, batch, length, room)
     q = empty((batch, length, packed // 3), qkv.dtype, qkv.device)
     kernels(qkv).kv_append(qkv, pos, k_cache=k_cache, v_cache=v_cache, q=q, n_head=heads)
     k_cache.storage.version += 1

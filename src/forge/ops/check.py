@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.dtypes import FLOATING, accumulator
+from forge.autograd.node import Var
+from forge.dtypes import FLOATING, ITEMSIZE, accumulator
 from forge.errors import ArgumentError, DeviceError, DtypeError, GradientError, ShapeError
 from forge.tensor import Device, Shape, Tensor
 
@@ -19,6 +20,11 @@ def describe(tensors: dict[str, Any]) -> str:
     )
 
 
+def value(x: Any) -> Any:
+    """The Tensor of a Var, anything else itself: what a composite op checks."""
+    return x.value if isinstance(x, Var) else x
+
+
 def tensors(op: str, **args: Any) -> Device:
     """Raise unless all are Tensors on one device, which is returned; None is passed over."""
     device: Device | None = None
@@ -26,9 +32,7 @@ def tensors(op: str, **args: Any) -> Device:
         if x is None:
             continue
         if x.__class__ is not Tensor:
-            raise DtypeError(
-                f"[{op}] expected Tensors, got {describe(args)}; make one with forge.tensor"
-            )
+            break
         if device is None:
             device = x.device
         elif x.device is not device:
@@ -36,8 +40,10 @@ def tensors(op: str, **args: Any) -> Device:
                 f"[{op}] expected one device, got {describe(args)}; copy with forge.tensor(x, "
                 "device=…)"
             )
-    assert device is not None
-    return device
+    else:
+        if device is not None:
+            return device
+    raise DtypeError(f"[{op}] expected Tensors, got {describe(args)}; make one with forge.tensor")
 
 
 def floating(op: str, **args: Any) -> Device:
@@ -67,6 +73,18 @@ def weights(op: str, x: Any, **args: Any) -> None:
                 f"[{op}] expected weights of x's dtype, or float32 for a bfloat16 x, got "
                 f"{describe({'x': x, **args})}; convert with ops.cast"
             )
+
+
+def buffer(op: str, name: str, x: Tensor, into: Any, expected: Shape | None = None) -> None:
+    """Raise unless `into` can be added to: of this shape, on x's device, of x's dtype or wider."""
+    tensors(op, x=x, **{name: into})
+    if into.dtype not in FLOATING or ITEMSIZE[into.dtype] < ITEMSIZE[x.dtype]:
+        raise DtypeError(
+            f"[{op}] expected {name} of x's dtype or wider, got {describe({'x': x, name: into})}; "
+            "convert with ops.cast"
+        )
+    if expected is not None:
+        shape(op, name, into.shape, expected)
 
 
 def integers(op: str, **args: Any) -> Device:
@@ -118,27 +136,29 @@ def dropout(op: str, device: Device, key: Any, p: float) -> None:
     """Raise unless p is a probability below 1 and `key` an int64 [2] Tensor on the device."""
     that(0.0 <= p < 1.0, op, "a probability 0 <= p < 1", p)
     if p > 0.0:
-        integers(op, key=key)
+        where = integers(op, key=key)
         shape(op, "key", key.shape, (2,))
-        if key.device is not device:
-            raise DeviceError(f"[{op}] expected the key on {device.name}, got {key.device.name}")
+        if where is not device:
+            raise DeviceError(f"[{op}] expected the key on {device.name}, got {where.name}")
 
 
-def ids(op: str, name: str, x: Tensor, limit: int, ignore_index: int | None = None) -> None:
+def ids(
+    op: str, name: str, x: Tensor, limit: int, ignore_index: int | None = None, hint: str = ""
+) -> None:
     """Raise `ArgumentError` unless all ids on a host lie in [0, limit), or are ignored."""
     if x.array is None or x.size == 0 or x.device.kind not in ("cpu", "reference"):
         return
     low, high = int(x.array.min()), int(x.array.max())
-    if low < 0 and ignore_index is not None:
+    if ignore_index is not None and not (low >= 0 and high < limit):
         counted = x.array[x.array != ignore_index]
-        low = int(counted.min()) if counted.size else 0
-    that(
-        low >= 0 and high < limit,
-        op,
-        f"{name} in [0, {limit})",
-        f"{low} to {high}",
-        "the tokenizer and the model's vocabulary differ",
-    )
+        if not counted.size:
+            return
+        low, high = int(counted.min()), int(counted.max())
+    that(low >= 0 and high < limit, op, f"{name} in [0, {limit})", f"{low} to {high}", hint)
+
+
+# The hint where the ids are tokens.
+VOCABULARY = "the tokenizer and the model's vocabulary differ"
 
 
 def no_gradient(op: str, name: str, hint: str) -> GradientError:
@@ -146,10 +166,11 @@ def no_gradient(op: str, name: str, hint: str) -> GradientError:
     return GradientError(f"[{op}] expected a Tensor for {name}, got a Var; {hint}")
 
 
-def position(op: str, pos: Any, batch: int, length: int, room: int) -> None:
+def position(op: str, x: Tensor, pos: Any, batch: int, length: int, room: int) -> None:
     """Raise unless `pos` is an int or an int64 [B] whose positions pos … pos + length - 1 exist."""
-    if isinstance(pos, Tensor):
+    if not isinstance(pos, int):
         integers(op, pos=pos)
+        tensors(op, x=x, pos=pos)
         shape(op, "pos", pos.shape, (batch,))
         if pos.array is None or not batch or pos.device.kind not in ("cpu", "reference"):
             return

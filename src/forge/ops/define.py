@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from forge.autograd.node import NodeView, Primitive, Remake, Var
+from forge.autograd.node import NodeView, Primitive, Var
 from forge.autograd.tape import Tape
 from forge.errors import ArgumentError
 from forge.tensor import Tensor
@@ -81,9 +81,8 @@ def op(
         def run(inputs: dict[str, int], arguments: dict[str, Any]) -> dict[str, Tensor]:
             made: dict[str, Tensor] = {}
             if has_record:
-                result = by_name(**arguments, record=Record(inputs, made))
-            else:
-                result = by_name(**arguments)
+                arguments["record"] = Record(inputs, made)
+            result = by_name(**arguments)
             if result.__class__ is tuple:
                 made.update(zip(outputs, result, strict=True))
             else:
@@ -122,7 +121,7 @@ def op(
                 )
 
             def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-                primitive.remake = Remake(output, needs, function)
+                primitive.remake = output, needs, function
                 return function
 
             return declare
@@ -156,8 +155,9 @@ def _binding(
         return_annotation=public.empty,
     )
     scope: dict[str, Any] = {}
-    exec(f"def {body.__name__}{bare}: return locals()", scope)
-    bind: Callable[..., Any] = scope[body.__name__]
+    exec(f"def bind{bare}: return locals()", scope)
+    bind: Callable[..., Any] = scope["bind"]
+    bind.__name__ = bind.__qualname__ = body.__name__
     given = [p for p in public.parameters.values() if p.default is not p.empty]
     bind.__defaults__ = tuple(p.default for p in given if p.kind is p.POSITIONAL_OR_KEYWORD)
     bind.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}

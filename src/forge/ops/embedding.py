@@ -39,7 +39,8 @@ def embedding(
     check.rank("embedding", "wte", wte, 2)
     vocabulary = wte.shape[0] if rows is None else rows
     check.that(vocabulary <= wte.shape[0], "embedding", f"rows <= {wte.shape[0]}", rows)
-    check.ids("embedding", "ids", ids, vocabulary)
+    check.ids("embedding", "ids", ids, vocabulary, hint=check.VOCABULARY)
+    _check_order("embedding", ids, order)
     batched = ids.view((1, *ids.shape)) if ids.ndim == 1 else ids
     width = wte.shape[1]
     if wpe is not None:
@@ -48,7 +49,7 @@ def embedding(
             raise ShapeError(
                 f"[embedding] expected wpe [N, {width}], got {check.describe({'wpe': wpe})}"
             )
-        check.position("embedding", pos, batched.shape[0], batched.shape[1], wpe.shape[0])
+        check.position("embedding", wte, pos, batched.shape[0], batched.shape[1], wpe.shape[0])
     out = empty((*batched.shape, width), wte.dtype, wte.device)
     kernels(wte).embedding(batched, wte, wpe, out=out, pos=pos)
     return out.view((*ids.shape, width))
@@ -84,14 +85,22 @@ def scatter_add_rows_(out: Tensor, ids: Tensor, x: Tensor, order: Tensor | None 
     """
     check.integers("scatter_add_rows_", ids=ids, order=order)
     check.floating("scatter_add_rows_", x=x)
-    check.tensors("scatter_add_rows_", out=out, ids=ids, x=x)
+    check.tensors("scatter_add_rows_", ids=ids, x=x)
+    check.buffer("scatter_add_rows_", "out", x, out)
     check.rank("scatter_add_rows_", "out", out, 2)
     check.shape("scatter_add_rows_", "x", x.shape, (ids.size, out.shape[1]))
     check.ids("scatter_add_rows_", "ids", ids, out.shape[0])
+    _check_order("scatter_add_rows_", ids, order)
     flat = ids.view((ids.size,))
     kernels(x).scatter_add_rows(flat, x, _order(flat, order), out=out)
     out.storage.version += 1
     return out
+
+
+def _check_order(name: str, ids: Tensor, order: Tensor | None) -> None:
+    if order is not None:
+        check.shape(name, "order", (order.size,), (ids.size,))
+        check.ids(name, "order", order, ids.size)
 
 
 def _order(ids: Tensor, order: Tensor | None) -> Tensor:
@@ -110,11 +119,11 @@ def add_positions_(out: Tensor, x: Tensor, pos: int | Tensor = 0) -> Tensor:
     DtypeError, ArgumentError for a position out of range.
     """
     check.floating("add_positions_", x=x)
-    check.tensors("add_positions_", out=out, x=x)
+    check.buffer("add_positions_", "out", x, out)
     check.rank("add_positions_", "out", out, 2)
     check.rank("add_positions_", "x", x, 3)
     check.shape("add_positions_", "x", x.shape, (*x.shape[:2], out.shape[1]))
-    check.position("add_positions_", pos, x.shape[0], x.shape[1], out.shape[0])
+    check.position("add_positions_", x, pos, x.shape[0], x.shape[1], out.shape[0])
     kernels(x).position_backward(x, out=out, pos=pos)
     out.storage.version += 1
     return out
@@ -126,7 +135,12 @@ def scatter_rows(x: Tensor, ids: Tensor, rows: int) -> Tensor:
 
     x [N, C] floating, ids int64 of N elements. Differentiable twice. Raises as scatter_add_rows_.
     """
+    check.integers("scatter_rows", ids=ids)
     check.floating("scatter_rows", x=x)
+    check.tensors("scatter_rows", x=x, ids=ids)
+    check.rank("scatter_rows", "x", x, 2)
+    check.shape("scatter_rows", "x", x.shape, (ids.size, x.shape[1]))
+    check.ids("scatter_rows", "ids", ids, rows)
     out = zeros((rows, x.shape[-1]), x.dtype, x.device)
     scatter_add_rows_(out, ids, x)
     return out

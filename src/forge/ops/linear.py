@@ -60,11 +60,10 @@ def matmul(
     if bias is not None:
         check.shape("matmul", "bias", bias.shape, (n,))
     shape = (*a.shape[:-2], m, n)
-    out = empty(shape, a.dtype, a.device) if into is None else into
     if into is not None:
-        check.tensors("matmul", a=a, into=into)
-        check.shape("matmul", "into", into.shape, shape)
+        check.buffer("matmul", "into", a, into, shape)
         into.storage.version += 1
+    out = empty(shape, a.dtype, a.device) if into is None else into
     kernels(a).matmul(
         a,
         b,

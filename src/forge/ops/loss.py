@@ -60,7 +60,7 @@ def cross_entropy(
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ShapeError(f"[cross_entropy] expected logits [..., V], got {list(logits.shape)}")
     _check("cross_entropy", logits.shape[:-1], logits, targets, weight)
-    check.ids("cross_entropy", "targets", targets, logits.shape[-1], ignore_index)
+    check.ids("cross_entropy", "targets", targets, logits.shape[-1], ignore_index, check.VOCABULARY)
     factor = _weight(logits, targets, weight, ignore_index)
     out = _scalar(logits)
     lse = None
@@ -105,8 +105,19 @@ def cross_entropy_backward(
     """
     check.floating("cross_entropy_backward", logits=logits)
     _check("cross_entropy_backward", logits.shape[:-1], logits, targets, weight)
-    check.ids("cross_entropy_backward", "targets", targets, logits.shape[-1], ignore_index)
+    check.ids(
+        "cross_entropy_backward",
+        "targets",
+        targets,
+        logits.shape[-1],
+        ignore_index,
+        check.VOCABULARY,
+    )
+    check.tensors("cross_entropy_backward", logits=logits, lse=lse, dloss=dloss)
+    check.floating("cross_entropy_backward", lse=lse)
+    check.floating("cross_entropy_backward", dloss=dloss)
     check.shape("cross_entropy_backward", "lse", lse.shape, (targets.size,))
+    check.shape("cross_entropy_backward", "dloss", dloss.shape, ())
     dlogits = empty(logits.shape, logits.dtype, logits.device)
     flat = (targets.size, logits.shape[-1])
     kernels(logits).cross_entropy_backward(
@@ -148,7 +159,9 @@ def linear_cross_entropy(
             f"rows, got {check.describe({'x': x, 'wte': wte})}"
         )
     _check("linear_cross_entropy", x.shape[:-1], x, targets, weight)
-    check.ids("linear_cross_entropy", "targets", targets, vocabulary, ignore_index)
+    check.ids(
+        "linear_cross_entropy", "targets", targets, vocabulary, ignore_index, check.VOCABULARY
+    )
     out = _scalar(x)
     dx = dwte = None
     if record is not None and record.wants("x"):

@@ -28,6 +28,12 @@ def _check(name: str, x: Tensor, **parameters: Tensor | None) -> tuple[int, int]
     return math.prod(x.shape[:-1]), width
 
 
+def _check_statistics(name: str, x: Tensor, rows: int, mean: Tensor, rstd: Tensor) -> None:
+    check.weights(name, x, mean=mean, rstd=rstd)
+    check.shape(name, "mean", mean.shape, (rows,))
+    check.shape(name, "rstd", rstd.shape, (rows,))
+
+
 def _statistics(record: Record | None, x: Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
     if record is None:
         return None, None
@@ -91,7 +97,12 @@ def layernorm_backward(
     mean and rstd count as functions of x. Raises ShapeError, DtypeError. Accuracy as layernorm's.
     """
     rows, width = _check("layernorm_backward", x, gamma=gamma)
+    check.floating("layernorm_backward", x=x, dy=dy)
     check.shape("layernorm_backward", "dy", dy.shape, x.shape)
+    _check_statistics("layernorm_backward", x, rows, mean, rstd)
+    for name, into in (("into_gamma", into_gamma), ("into_beta", into_beta)):
+        if into is not None:
+            check.buffer("layernorm_backward", name, gamma, into, (width,))
     dx = empty_like(x)
     dgamma = zeros_like(gamma) if into_gamma is None else into_gamma
     dbeta = zeros_like(gamma) if into_beta is None else into_beta
@@ -238,10 +249,18 @@ def add_layernorm_backward(
     Raises ShapeError, DtypeError. Accuracy as layernorm's.
     """
     rows, width = _check("add_layernorm_backward", sum, gamma=gamma)
+    check.floating("add_layernorm_backward", sum=sum, dsum=dsum, dy=dy)
     for name, value in (("dsum", dsum), ("dy", dy)):
         if value is not None:
-            check.floating("add_layernorm_backward", sum=sum, value=value)
             check.shape("add_layernorm_backward", name, value.shape, sum.shape)
+    _check_statistics("add_layernorm_backward", sum, rows, mean, rstd)
+    for name, like, into in (
+        ("into_gamma", gamma, into_gamma),
+        ("into_beta", gamma, into_beta),
+        ("into_bias", sum, into_bias),
+    ):
+        if into is not None:
+            check.buffer("add_layernorm_backward", name, like, into, (width,))
     dx = empty_like(sum)
     dgamma = zeros_like(gamma) if into_gamma is None else into_gamma
     dbeta = zeros_like(gamma) if into_beta is None else into_beta

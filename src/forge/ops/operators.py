@@ -71,6 +71,7 @@ OPERATORS = {
     "__neg__": lambda x: neg(x),
     "__matmul__": lambda x, y: matmul(x, y),
     "__getitem__": index,
+    "__iter__": lambda x: (index(x, i) for i in range(x.shape[0])),
 }
 
 for _name, _function in OPERATORS.items():

@@ -12,7 +12,7 @@ import numpy as np
 
 from forge import dtypes
 from forge.backends.registry import kernels
-from forge.errors import ShapeError
+from forge.errors import DtypeError, ShapeError
 from forge.ops import check
 from forge.ops.define import Record, op
 from forge.tensor import Shape, Tensor, empty, empty_like, tensor
@@ -143,8 +143,9 @@ def scale(x: Tensor, factor: float | Tensor, *, into: Tensor | None = None) -> T
     if isinstance(factor, Tensor):
         check.floating("scale", factor=factor)
         check.that(factor.size == 1, "scale", "a factor of one element", list(factor.shape))
+    if into is not None:
+        check.buffer("scale", "into", x, into, x.shape)
     out = empty_like(x) if into is None else into
-    check.shape("scale", "into", out.shape, x.shape)
     kernels(x).scale(x, factor, out=out, accumulate=into is not None)
     if into is not None:
         into.storage.version += 1
@@ -226,7 +227,8 @@ def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     check.tensors("where", condition=condition, a=a, b=b)
     check.floating("where", a=a, b=b)
     _same_shape("where", condition=condition, a=a, b=b)
-    check.that(condition.dtype == "bool", "where", "a bool condition", condition.dtype)
+    if condition.dtype != "bool":
+        raise DtypeError(f"[where] expected a bool condition, got {condition.dtype}")
     out = empty_like(a)
     kernels(a).where(condition, a, b, out=out)
     return out

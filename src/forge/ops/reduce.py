@@ -26,8 +26,9 @@ def sum_rows(x: Tensor, *, into: Tensor | None = None) -> Tensor:
     check.floating("sum_rows", x=x)
     check.that(x.ndim > 0, "sum_rows", "x with at least one dimension", "a scalar")
     width = x.shape[-1]
+    if into is not None:
+        check.buffer("sum_rows", "into", x, into, (width,))
     out = zeros((width,), x.dtype, x.device) if into is None else into
-    check.shape("sum_rows", "into", out.shape, (width,))
     kernels(x).sum_rows(x.view((math.prod(x.shape[:-1]), width)), out=out)
     out.storage.version += into is not None
     return out
@@ -83,6 +84,7 @@ def sum(x: Any, axis: Axis = None, *, keepdims: bool = False) -> Any:
 
     Floating. Differentiable twice. Raises ShapeError, DtypeError. As accurate as sum_to.
     """
+    check.floating("sum", x=check.value(x))
     axes = _axes("sum", axis, len(x.shape))
     total = sum_to(x, _reduced(x.shape, axes, keepdims=True))
     return total if keepdims else reshape(total, _reduced(x.shape, axes, keepdims=False))
@@ -94,6 +96,7 @@ def mean(x: Any, axis: Axis = None, *, keepdims: bool = False) -> Any:
     Floating. Differentiable twice. Raises ShapeError, DtypeError, and ArgumentError for the mean
     of nothing. As accurate as sum_to.
     """
+    check.floating("mean", x=check.value(x))
     count = math.prod(x.shape[a] for a in _axes("mean", axis, len(x.shape)))
     check.that(count > 0, "mean", "at least one element", f"shape {list(x.shape)}")
     return scale(sum(x, axis, keepdims=keepdims), 1.0 / count)
@@ -126,3 +129,17 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
     shape = node.spec("x").shape
     axes = _axes("max", node.axis, len(shape))
     return {"x": mul(reshape(dy, _reduced(shape, axes, keepdims=True)), node.mask)}
+
+
+@op(differentiable="no")
+def argmax(x: Tensor) -> Tensor:
+    """Where the largest of the last dimension is, the first of equals: [..., N] -> int64 [...].
+
+    Floating, without NaN. Not differentiable. Raises DtypeError, and ArgumentError for the largest
+    of nothing. Exact.
+    """
+    check.floating("argmax", x=x)
+    check.that(x.ndim > 0 and x.shape[-1] > 0, "argmax", "at least one element", list(x.shape))
+    out = empty(x.shape[:-1], "int64", x.device)
+    kernels(x).argmax(x.view((out.size, x.shape[-1])), out=out.view((out.size,)))
+    return out

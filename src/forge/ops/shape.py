@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from forge.backends.registry import kernels
-from forge.errors import ShapeError
+from forge.errors import DtypeError, ShapeError
 from forge.ops import check
 from forge.ops.define import op
 from forge.tensor import Shape, Tensor, empty, zeros
@@ -102,7 +102,9 @@ def _(node: Any, dout: Any) -> dict[str, Any]:
 def _check_window(name: str, whole: Shape, start: Shape, shape: Shape, step: Shape) -> None:
     ranks = {len(whole), len(start), len(shape), len(step)}
     fits = len(ranks) == 1 and all(
-        stride >= 1 and first >= 0 and (count == 0 or first + (count - 1) * stride < size)
+        stride >= 1
+        and min(first, count) >= 0
+        and (count == 0 or first + (count - 1) * stride < size)
         for size, first, count, stride in zip(whole, start, shape, step, strict=True)
     )
     if not fits:
@@ -123,11 +125,11 @@ def concat(*xs: Tensor, axis: int = 0) -> Tensor:
     device = check.tensors("concat", **named)
     first = xs[0]
     axis = check.axis("concat", axis, first.ndim)
-    rests = {(*x.shape[:axis], *x.shape[axis + 1 :], x.dtype, x.ndim) for x in xs}
-    if len(rests) > 1:
+    if len({x.dtype for x in xs}) > 1:
+        raise DtypeError(f"[concat] expected one dtype, got {check.describe(named)}")
+    if len({(*x.shape[:axis], *x.shape[axis + 1 :], x.ndim) for x in xs}) > 1:
         raise ShapeError(
-            f"[concat] expected one dtype and equal sizes but for axis {axis}, "
-            f"got {check.describe(named)}"
+            f"[concat] expected equal sizes but for axis {axis}, got {check.describe(named)}"
         )
     total = sum(x.shape[axis] for x in xs)
     out = empty((*first.shape[:axis], total, *first.shape[axis + 1 :]), first.dtype, device)

@@ -66,7 +66,11 @@ def adamw_(
     """
     check.floating("adamw_", param=param, grad=grad, m=m, v=v)
     check.tensors("adamw_", param=param, lr=lr, norm=norm, rates=rates, working=working)
+    check.floating("adamw_", lr=lr)
+    check.floating("adamw_", norm=norm)
+    check.floating("adamw_", rates=rates)
     check.integers("adamw_", tiles=tiles, step=step, finite=finite)
+    check.tensors("adamw_", param=param, tiles=tiles, step=step, finite=finite)
     check.rank("adamw_", "param", param, 1)
     for name, x in (("grad", grad), ("m", m), ("v", v)):
         check.shape("adamw_", name, x.shape, param.shape)
@@ -74,6 +78,9 @@ def adamw_(
         check.shape("adamw_", name, x.shape, ())
     check.rank("adamw_", "tiles", tiles, 2)
     check.shape("adamw_", "tiles", tiles.shape, (tiles.shape[0], 3))
+    check.ids("adamw_", "tiles", tiles, param.size + 1)
+    if working is not None:
+        check.shape("adamw_", "working", working.shape, param.shape)
     check.shape("adamw_", "rates", rates.shape, (rates.shape[0], 2))
     kernels(param).adamw(
         param,

@@ -73,8 +73,9 @@ class Case:
 
     `inputs` and `attributes` are the op's arguments by name: a shape (normal numbers), a `Draw`, or
     the argument itself. The floating inputs are differentiable, but for those in `constant`, where
-    the op is and mutates nothing. `derive` makes more inputs from the drawn ones, such as the mean
-    of x: functions of them, when x is moved. `mutates` names what the op changes in place.
+    the op is and mutates nothing; those in `masters` stay float32 in a bfloat16 run. `derive` makes
+    more inputs from the drawn ones, such as the mean of x: functions of them, when x is moved.
+    `mutates` names what the op changes in place.
 
     The relative error in norm is bounded by `tolerance` roundings to the dtype and a sum of `terms`
     in float32 or wider; that of a gradient by `slope` roundings (4 `tolerance` unless given) and
@@ -90,6 +91,7 @@ class Case:
     slope: float | None = None
     terms: int = 0
     constant: tuple[str, ...] = ()
+    masters: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ALL
     derive: Callable[[dict[str, Array]], dict[str, Array]] | None = None

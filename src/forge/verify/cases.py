@@ -204,6 +204,8 @@ def _reduce() -> list[Case]:
             for keepdims in (False, True)
         ),
         Case("max", {"x": steps(7, 33)}, {"axis": None}, tolerance=0, differences=1),
+        *(Case("argmax", {"x": steps(*s)}, tolerance=0) for s in ((7, 33), (2, 3, 129), (1,))),
+        Case("argmax", {"x": (3, 5000)}, tolerance=0, dtypes=("float64", "float32")),
     ]
 
 

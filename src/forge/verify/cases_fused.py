@@ -21,39 +21,54 @@ DROPOUT = {"p": 0.2, "key": KEY, "site": 2, "first_sample": 3}
 
 def fused() -> list[Case]:
     """All rows of this file."""
-    return [*_norm(), *_attention(), *_heads(), *_cache(), *_embedding(), *_loss(), *_update()]
+    return [
+        *_norm(),
+        *_attention(),
+        *_heads(),
+        *_cache(),
+        *_block(),
+        *_embedding(),
+        *_loss(),
+        *_update(),
+    ]
 
 
 def _norm() -> list[Case]:
     exactness: dict[str, Any] = {"tolerance": 4, "terms": 130}
     rows: list[Case] = []
-    for x in ((7, 33), (130, 80), (2, 3, 129), (5,), (0, 5)):
+    for x, masters in (
+        ((7, 33), ()),
+        ((130, 80), ("gamma", "beta", "mean", "rstd")),
+        ((2, 3, 129), ("mean", "rstd")),
+        ((5,), ()),
+        ((0, 5), ()),
+    ):
+        common = {"masters": masters, **exactness}
         affine = {"gamma": x[-1:], "beta": x[-1:]}
-        backward = {"gamma": x[-1:], "sum": x}
         rows += [
-            Case("layernorm", {"x": x, **affine}, composite=composites.layernorm, **exactness),
+            Case("layernorm", {"x": x, **affine}, composite=composites.layernorm, **common),
             Case(
                 "layernorm_backward",
                 {"x": x, "gamma": x[-1:], "dy": x},
                 derive=lambda inputs: _statistics(inputs["x"]),
-                **exactness,
+                **common,
             ),
             *(
                 Case(
                     "add_layernorm",
                     {"x": x, "branch": x, "bias": bias, **affine},
                     composite=composites.add_layernorm,
-                    **exactness,
+                    **common,
                 )
                 for bias in (x[-1:], None)
             ),
             *(
                 Case(
                     "add_layernorm_backward",
-                    {"dsum": dsum, "dy": dy, **backward},
+                    {"dsum": dsum, "dy": dy, "sum": x, "gamma": x[-1:]},
                     {"wants_bias": dsum is not None},
                     derive=lambda inputs: _statistics(inputs["sum"]),
-                    **exactness,
+                    **common,
                 )
                 for dsum, dy in ((x, x), (x, None), (None, x))
             ),
@@ -109,6 +124,7 @@ def _attention() -> list[Case]:
                     {"qkv": x, "dout": (*x[:-1], x[-1] // 3)},
                     attributes,
                     derive=_attention_outputs,
+                    masters=("lse",),
                     **exactness,
                 ),
             ]
@@ -147,6 +163,29 @@ def _heads() -> list[Case]:
             Case("merge_heads", {"x": part}, heads, composite=composites.merge_heads, **exact),
             Case("unmerge_heads", {"dy": (b, t, h * d)}, heads, **exact),
         ]
+    return rows
+
+
+def _block() -> list[Case]:
+    rows: list[Case] = []
+    for h, n, d, pos in ((2, 130, 16, [129, 0]), (3, 200, 64, [97]), (1, 5, 32, [0, 4, 2])):
+        c, b = h * d, len(pos)
+        weights: dict[str, Any] = {"gamma_1": (c,), "beta_1": (c,)}
+        for name, k, m in (("attn", c, 3 * c), ("proj", c, c), ("fc", c, 4 * c), ("out", 4 * c, c)):
+            weights |= {f"w_{name}": normal(k, m, std=k**-0.5), f"b_{name}": (m,)}
+        weights |= {"gamma_2": (c,), "beta_2": (c,)}
+        caches = {"k_cache": (b, h, n, d), "v_cache": (b, h, n, d)}
+        rows.append(
+            Case(
+                "decode_block_",
+                {"h": (b, c), **weights, **caches, "pos": given(pos)},
+                tolerance=8,
+                terms=max(n, 4 * c),
+                masters=("gamma_1", "beta_1", "gamma_2", "beta_2"),
+                mutates=("k_cache", "v_cache"),
+                composite=composites.decode_block,
+            )
+        )
     return rows
 
 

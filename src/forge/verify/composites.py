@@ -142,3 +142,30 @@ def linear_cross_entropy(
 
 def _positions(pos: int | Tensor, batch: int) -> list[int]:
     return [pos] * batch if isinstance(pos, int) else [int(first) for first in pos.numpy()]
+
+
+def decode_block(
+    h: Any,
+    gamma_1: Any,
+    beta_1: Any,
+    w_attn: Any,
+    b_attn: Any,
+    w_proj: Any,
+    b_proj: Any,
+    gamma_2: Any,
+    beta_2: Any,
+    w_fc: Any,
+    b_fc: Any,
+    w_out: Any,
+    b_out: Any,
+    k_cache: Any,
+    v_cache: Any,
+    pos: Any,
+) -> Any:
+    """The ops that a block is made of."""
+    x = ops.reshape(h, (h.shape[0], 1, h.shape[1]))
+    qkv = ops.linear(ops.layernorm(x, gamma_1, beta_1), w_attn, b_attn)
+    mixed = ops.cached_attention(ops.kv_append_(k_cache, v_cache, qkv, pos), k_cache, v_cache, pos)
+    g, y = ops.add_layernorm(x, ops.linear(mixed, w_proj), b_proj, gamma_2, beta_2)
+    wide = ops.linear(y, w_fc, b_fc, gelu="tanh")
+    return ops.reshape(g + ops.linear(wide, w_out, b_out), h.shape)

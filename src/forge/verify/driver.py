@@ -17,13 +17,10 @@ from forge.verify.cases import CASES
 from forge.verify.cases_model import Shapes, model_cases
 from forge.verify.trial import REFERENCE, Trial
 
-# The kernel that does an op's work, where it has another name than the op; reshape has none.
+# The kernel that does an op's work, where its name is not the op's (without the `_` of in-place).
 KERNEL = {
     "add_positions_": "position_backward",
-    "adamw_": "adamw",
-    "kv_append_": "kv_append",
     "mean": "sum_to",
-    "scatter_add_rows_": "scatter_add_rows",
     "scatter_rows": "scatter_add_rows",
     "sum": "sum_to",
 }
@@ -94,12 +91,16 @@ def run(
                     yield check(case, device, dtype)
 
 
+def kernel_of(name: str) -> str | None:
+    """The kernel that does an op's work; None for a view, which has none."""
+    kernel = KERNEL.get(name, name.removesuffix("_"))
+    return kernel if kernel in reference.KERNELS else None
+
+
 def implementation(name: str, device: Device, dtype: str) -> str:
     """The backend that serves an op."""
-    kernel = KERNEL.get(name, name)
-    if kernel not in reference.KERNELS:
-        return device.kind
-    return registry.implementation(kernel, device.kind, dtype)
+    kernel = kernel_of(name)
+    return device.kind if kernel is None else registry.implementation(kernel, device.kind, dtype)
 
 
 def check(case: Case, device: Device | str, dtype: str) -> Result:

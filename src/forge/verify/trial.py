@@ -47,12 +47,12 @@ class Trial:
         """Hold the op to its definition: outputs, side effects, gradients."""
         case = self.case
         drawn = case.arguments()
+        given = tensors(drawn, self.dtype, self.device, case.masters)
         # The oracle gets the device's rounded numbers, widened.
         rounded = {
-            name: x.astype(NUMPY[self.dtype]).astype(np.float64) if _floating(x) else x
+            name: x.astype(NUMPY[given[name].dtype]).astype(np.float64) if _floating(x) else x
             for name, x in drawn.items()
         }
-        given = tensors(drawn, self.dtype, self.device)
         exact = tensors(rounded, "float64", REFERENCE)
         wanted = outputs(case, copies(exact))
         used = copies(given)
@@ -130,7 +130,7 @@ class Trial:
     ) -> None:
         """The op's other definition, for the same arguments."""
         function = self.case.composite
-        other = outputs(self.case, exact, function)
+        other = outputs(self.case, copies(exact), function)
         self._compare("the composite's ", other, wanted, COMPOSITE_TOLERANCE)
         if grads:
             again = gradients(self.case, exact, seeds, function=function)
@@ -254,13 +254,19 @@ def outputs(
     return {**returned, **{f"{name} (in place)": arguments[name] for name in case.mutates}}
 
 
-def tensors(arguments: Arguments, dtype: str, device: Device) -> Arguments:
-    """Arguments with arrays as Tensors, float64 ones in `dtype`; all read from strided memory."""
+def tensors(
+    arguments: Arguments, dtype: str, device: Device, masters: tuple[str, ...] = ()
+) -> Arguments:
+    """Arguments with arrays as Tensors, all read from strided memory.
+
+    float64 ones become `dtype`, or float32 where that is bfloat16 and they are named in `masters`.
+    """
     result = dict(arguments)
     for name, x in arguments.items():
         if isinstance(x, np.ndarray):
             strided = np.repeat(x[..., None], 2, axis=-1)[..., 0]
-            result[name] = tensor(strided, dtype if _floating(x) else None, device)
+            own = "float32" if dtype == "bfloat16" and name in masters else dtype
+            result[name] = tensor(strided, own if _floating(x) else None, device)
     return result
 
 

@@ -28,7 +28,7 @@ FAMILIES = {
     ),
     "shape": ("transpose", "slice", "unslice", "concat", "broadcast_to", "take"),
     "linear": ("matmul", "linear"),
-    "reduce": ("sum_rows", "sum_to", "max", "finite", "extent"),
+    "reduce": ("sum_rows", "sum_to", "max", "argmax", "finite", "extent"),
     "norm": ("layernorm", "layernorm_backward", "add_layernorm", "add_layernorm_backward"),
     "attention": (
         "softmax",
@@ -42,6 +42,7 @@ FAMILIES = {
         "cached_attention",
         "kv_append",
     ),
+    "block": ("decode_block",),
     "embedding": ("embedding", "scatter_add_rows", "position_backward"),
     "loss": ("target_weight", "cross_entropy", "cross_entropy_backward", "linear_cross_entropy"),
     "update": ("global_norm", "all_finite", "adamw"),

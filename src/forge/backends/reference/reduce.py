@@ -29,6 +29,11 @@ def max(x: Tensor, *, out: Tensor, mask: Tensor | None = None, axis: tuple[int, 
         write(mask, ties / ties.sum(axis=axis, keepdims=True))
 
 
+def argmax(x: Tensor, *, out: Tensor) -> None:
+    """out [N] = the first place of the largest in each row of x [N, C]."""
+    out.array[...] = read(x).argmax(-1)
+
+
 def finite(x: Tensor) -> bool:
     """Whether every element is finite."""
     return bool(np.isfinite(read(x)).all())
