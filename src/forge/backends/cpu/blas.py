@@ -49,6 +49,7 @@ def link() -> None:
     llvmlite.binding.add_symbol(_SYMBOL, address)
 
 
+@functools.cache
 def core() -> str:
     """OpenBLAS's name of the processor family whose kernels it runs, such as Haswell."""
     function = _library().scipy_openblas_get_corename

@@ -33,8 +33,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # by an estimate, which turns 1/inf into NaN and gives a loop's tail other bits than its body.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _FASTMATH = {"contract", "reassoc", "nsz"}
-# Only `prange` makes a loop parallel: array expressions stay as they are, which halves the time to
-# compile.
+# Only `prange` makes a loop parallel. Array expressions stay as they are: to make parallel loops of
+# them too takes a quarter longer to compile.
 _PARALLEL = {
     "comprehension": False,
     "reduction": False,
@@ -96,7 +96,7 @@ class Kernel:
         threads.start()
         if self.setup is not None:
             self.setup()
-        with _numba_cache(folder):
+        with _numba_settings(folder):
             dispatcher = numba.njit(
                 parallel=_PARALLEL if self.parallel else False,
                 fastmath=_FASTMATH,
@@ -104,13 +104,13 @@ class Kernel:
                 no_cfunc_wrapper=True,
                 **_OPTIONS,
             )(self.function)
-        try:
-            dispatcher.compile(self.signature)
-        except OSError as error:
-            if not dispatcher.nopython_signatures:
-                raise
-            # Compiled, but the disk is full or the folder was just pruned.
-            _say(f"could not save the kernel {self.name} ({error}); it is compiled again next time")
+            try:
+                dispatcher.compile(self.signature)
+            except OSError as error:
+                if not dispatcher.nopython_signatures:
+                    raise
+                # Compiled, but the disk is full or the folder was just pruned.
+                _say(f"could not save the kernel {self.name} ({error}); it stays in memory")
         dispatcher.disable_compile()
         self.run = dispatcher
 
@@ -219,14 +219,17 @@ def _writable(folder: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def _numba_cache(folder: Path | None) -> Iterator[None]:
-    """Make Numba's cache `folder` for the function that is decorated inside, and no other."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(folder or before)
+def _numba_settings(folder: Path | None) -> Iterator[None]:
+    """Numba's cache folder and level of optimisation, for the kernel compiled inside alone."""
+    config = numba.config
+    before = config.CACHE_DIR, config.OPT
+    config.CACHE_DIR = str(folder or config.CACHE_DIR)
+    # Level 3 takes a third longer to compile, and no kernel here gains by it.
+    config.OPT = type(config.OPT)(2)
     try:
         yield
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR, config.OPT = before
 
 
 @contextlib.contextmanager

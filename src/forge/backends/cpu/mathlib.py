@@ -100,7 +100,7 @@ def _number(value: float) -> Any:
 
 @device
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + e^-x); relative error 1.2e-7, and 0 below -88.7."""
+    """1 / (1 + e^-x); 2.2 ulp, and 0 below -88.7."""
     return f32(1.0) / (f32(1.0) + exp(-x))
 
 
@@ -121,7 +121,10 @@ def tanh(x: Any) -> Any:
 
 @device
 def normal_cdf(x: Any) -> Any:
-    """(1 + erf(x / sqrt(2))) / 2, the standard normal distribution function."""
+    """(1 + erf(x / sqrt(2))) / 2, the standard normal distribution function.
+
+    Relative error 4e-7 (1 + x^2), in the lower tail too; absolute error 1.9e-7.
+    """
     t = abs(x) * f32(0.7071067811865476)
     # erfc(t) = s exp(-t^2 + P(s)) with s = 1 / (1 + t/2): P is smooth and bounded on (0, 1].
     s = f32(1.0) / (f32(1.0) + f32(0.5) * t)

@@ -161,11 +161,12 @@ def cast(x: Tensor, *, out: Tensor) -> None:
 
 def gelu(x: Tensor, *, out: Tensor, form: str) -> None:
     """out = x Phi(x): Phi by `erf`, or by GPT-2's `tanh` approximation."""
-    _gelu(x.array.reshape(-1), out.array.reshape(-1), form == "erf")
+    gelu_array(x.array.reshape(-1), out.array.reshape(-1), form == "erf")
 
 
 @kernel("void(float32[::1], float32[::1], boolean)", cost=1.5)
-def _gelu(x: Any, out: Any, erf: Any) -> None:
+def gelu_array(x: Any, out: Any, erf: Any) -> None:
+    """out = gelu(x) on flat arrays, by erf or GPT-2's form."""
     for t in prange((out.size + _TILE - 1) // _TILE):
         lo = t * _TILE
         a = x[lo : lo + _TILE]
