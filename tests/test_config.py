@@ -34,7 +34,7 @@ def test_every_setting_is_described():
         assert setting.help
         assert setting.section
         assert setting.flag == "--" + setting.name.replace("_", "-")
-        if isinstance(setting.default, int | float):
+        if type(setting.default) in (int, float):
             assert setting.range, setting.name
 
 

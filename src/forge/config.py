@@ -104,7 +104,7 @@ class Config:
     precision: Literal["fp32", "bf16"] = _setting("fp32", "Training", "number format of products")
 
     # ---- Machine
-    device: Literal["auto", "cpu", "cuda"] = _setting(
+    device: Literal["auto", "cpu", "cuda", "reference"] = _setting(
         "auto", "Machine", "where to train; auto: the GPU where it can be used"
     )
     threads: int | None = _setting(
@@ -128,6 +128,9 @@ class Config:
         500, "Run", "interval of checkpoints; 0: only at the end", "[0, 1e12] steps"
     )
     keep: int = _setting(2, "Run", "checkpoints kept besides the best", "[1, 1000000] checkpoints")
+    compare_ngrams: bool = _setting(
+        False, "Run", "at the end, hold the loss to n-gram tables of the same training bytes"
+    )
 
     def __post_init__(self) -> None:
         for setting in settings():
@@ -245,7 +248,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             )
         if name not in FIELDS:
             raise ConfigError(
-                f"[config] expected a setting in {path}, got {name!r}; {_nearest(name, FIELDS)}"
+                f"[config] expected a setting in {path}, got {name!r}; {nearest(name, FIELDS)}"
             )
         values[name] = _typed(name, value, f"{name} in {path}")
     return values
@@ -262,7 +265,8 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps({name: value for name, value in values.items() if value is not None})
 
 
-def _nearest(word: str, words: Any) -> str:
+def nearest(word: str, words: Any) -> str:
+    """A hint for a misspelt word: the nearest of `words`, or all of them."""
     matches = difflib.get_close_matches(word.replace("-", "_"), list(words), n=1)
     return f"did you mean {matches[0]}?" if matches else f"choose from: {', '.join(words)}"
 
@@ -279,7 +283,7 @@ def _typed(name: str, value: Any, where: str) -> Any:
             return value
         raise ConfigError(
             f"[config] expected {where} to be one of {', '.join(choices)}, got {value!r}; "
-            f"{_nearest(str(value), choices)}"
+            f"{nearest(str(value), choices)}"
         )
     kinds = get_args(hint) or (hint,)
     if float in kinds and type(value) is int:

@@ -1,0 +1,53 @@
+"""Every field of the configuration as a flag; a flag that was not given is None."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from forge.config import FIELDS, Setting, settings
+
+
+def _flag(setting: Setting) -> Any:
+    group = Group(setting.section, sort_key=list(_SECTIONS).index(setting.section))
+    parameter = Parameter(
+        group=group, help=_help(setting), show_default=False, negative=(), allow_repeating=True
+    )
+    return Annotated[FIELDS[setting.name] | None, parameter]
+
+
+def _help(setting: Setting) -> str:
+    default = "" if setting.default is None else f" (default: {_shown(setting.default)})"
+    limits = " ".join(part for part in (setting.range, setting.unit) if part)
+    return setting.help[0].upper() + setting.help[1:] + default + (f" · {limits}" if limits else "")
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+# A flag that may be repeated, and `--json`: their defaults go without saying.
+REPEATED = Parameter(negative=(), show_default=False)
+JSON = Parameter(name="--json", negative=(), show_default=False)
+
+_SECTIONS = dict.fromkeys(setting.section for setting in settings())
+
+if TYPE_CHECKING:
+
+    class Flags:
+        """The fields of `Config`, each by default None."""
+
+else:
+    Flags = dataclasses.make_dataclass(
+        "Flags",
+        [(setting.name, _flag(setting), dataclasses.field(default=None)) for setting in settings()],
+        kw_only=True,
+    )
+    Flags.__module__ = __name__
+
+
+def given(flags: Any) -> dict[str, Any]:
+    """The flags that the user gave, by field name."""
+    return {} if flags is None else {k: v for k, v in vars(flags).items() if v is not None}

@@ -1,0 +1,83 @@
+"""`forge plot`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from forge.errors import ArgumentError, DataError
+from forge.run import metrics
+
+_SUFFIXES = (".png", ".svg")
+
+
+def plot(runs: Annotated[tuple[Path, ...], Parameter(name="run")], /, *, out: Path) -> int:
+    """Draw the losses of one or more runs: thin lines for training, dots for held-out text.
+
+    Parameters
+    ----------
+    runs
+        Run folders, or files like `metrics.jsonl`.
+    out
+        Picture to write: its name ends in .png or .svg.
+    """
+    if out.suffix.lower() not in _SUFFIXES:
+        raise ArgumentError(
+            f"[plot] expected --out to end in {' or '.join(_SUFFIXES)}, got {out}; rename it"
+        )
+    series = {_label(run, runs): _rows(run) for run in runs}
+    figure, axes = _figure()
+    for name, rows in series.items():
+        _draw(axes, f"{name}: " if len(series) > 1 else "", rows)
+    axes.legend(frameon=False)
+    figure.savefig(out, dpi=150)
+    print(f"Written to {out}")
+    return 0
+
+
+def _rows(run: Path) -> list[metrics.Row]:
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    rows = [row for row in metrics.read(path) if "loss" in row]
+    if not rows:
+        raise DataError(f"[plot] expected logged steps, got none in {path}; let the run go on")
+    return rows
+
+
+def _label(run: Path, runs: tuple[Path, ...]) -> str:
+    """The folder's name, or the whole path where names are not different."""
+    names = [other.resolve().name for other in runs]
+    return str(run) if len(set(names)) < len(names) else run.resolve().name
+
+
+def _figure() -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ArgumentError(
+            "[plot] expected matplotlib, got none; pip install 'forge-gpt[plot]'"
+        ) from None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _draw(axes: Any, name: str, rows: list[metrics.Row]) -> None:
+    steps, losses = zip(*((row["step"], row["loss"]) for row in rows), strict=True)
+    held_out = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+    alpha = 0.45 if held_out else 1.0
+    (line,) = axes.plot(steps, losses, linewidth=0.8, alpha=alpha, label=f"{name}training")
+    if held_out:
+        axes.plot(
+            *zip(*held_out, strict=True),
+            marker="o",
+            markersize=4,
+            linewidth=1.8,
+            color=line.get_color(),
+            label=f"{name}held out",
+        )

@@ -1,0 +1,1 @@
+"""A training run: its folder, its state, the loop that advances it, and how it is resumed."""

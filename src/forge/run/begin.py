@@ -1,0 +1,135 @@
+"""How a run begins: from settings, or from what its folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from forge import checkpoint
+from forge.config import FIELDS, Config, changed_mathematics, nearest, read_toml
+from forge.data.text import Dataset, load_dataset
+from forge.data.tokenizer import ByteTokenizer, Tokenizer
+from forge.errors import ConfigError
+from forge.run import choices, metrics
+from forge.run.folder import RunFolder, create, reopen
+from forge.run.session import Session
+from forge.run.stored import read
+from forge.run.trainer import Trainer
+from forge.tensor import Device
+
+
+def begin(file: Path | None, flags: Mapping[str, Any]) -> Session:
+    """A new run, from a TOML file's settings where `flags`, by field name, win.
+
+    Raises `ConfigError`, `DataError`, `DeviceError` before anything is written, `OSError` after.
+    """
+    config = Config(**{**(read_toml(file) if file else {}), **flags})
+    tokenizer = ByteTokenizer()
+    dataset = _load_data(config, tokenizer)
+    config = config.resolved(tokenizer.vocab_size)
+    chosen = choices.choose(config, {})
+    trainer = _trainer(config, dataset, chosen, None)
+    return _session(create(config.out), trainer, dataset, tokenizer, chosen, None, [])
+
+
+def resume(file: Path | None, flags: Mapping[str, Any], allow_change: Collection[str]) -> Session:
+    """The run in a folder, from its newest checkpoint; settings given here win over its own.
+
+    Without a checkpoint it begins at step 0. Raises `ConfigError` for what would make it another
+    run and is not in `allow_change`, and `CheckpointError` for a checkpoint that is damaged.
+    """
+    allowed = {_field(name) for name in allow_change}
+    given = {**(read_toml(file) if file else {}), **flags}
+    folder = reopen(given.get("out"))
+    try:
+        return _reopened(folder, given, allowed)
+    except BaseException:
+        folder.close()
+        raise
+
+
+def _reopened(folder: RunFolder, given: Mapping[str, Any], allowed: Collection[str]) -> Session:
+    config = Config(**{**folder.settings(), **given})
+    newest = folder.newest()
+    saved = None if newest is None else checkpoint.load(newest)
+    tokenizer = ByteTokenizer() if saved is None else read(saved).tokenizer
+    dataset = _load_data(config, tokenizer)
+    config = config.resolved(tokenizer.vocab_size)
+    notices = []
+    if saved is None:
+        notices.append(f"no complete checkpoint in {folder.path}: starting at step 0")
+    else:
+        notices += _changes(saved, config, dataset, allowed)
+    frozen = folder.read_frozen()
+    chosen = choices.choose(config, frozen)
+    changed = choices.changed_versions(frozen, chosen.versions)
+    if changed:
+        notices.append(
+            f"since the run began, {', '.join(changed)}: the same bits are no longer promised"
+        )
+    trainer = _trainer(config, dataset, chosen, saved)
+    metrics.cut(folder.metrics, trainer.step)
+    return _session(folder, trainer, dataset, tokenizer, chosen, saved, notices)
+
+
+def _session(
+    folder: RunFolder,
+    trainer: Trainer,
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    chosen: choices.Choices,
+    saved: checkpoint.Checkpoint | None,
+    notices: list[str],
+) -> Session:
+    folder.write(trainer.config, chosen.frozen())
+    return Session(folder, trainer, dataset, tokenizer, chosen, saved, notices)
+
+
+def _trainer(
+    config: Config,
+    dataset: Dataset,
+    chosen: choices.Choices,
+    saved: checkpoint.Checkpoint | None,
+) -> Trainer:
+    return Trainer(config, dataset, Device(chosen.device), chosen.micro_batch, saved)
+
+
+def _load_data(config: Config, tokenizer: Tokenizer) -> Dataset:
+    return load_dataset(
+        config.data, tokenizer, val_data=config.val_data, val_fraction=config.val_fraction
+    )
+
+
+def _changes(
+    saved: checkpoint.Checkpoint, config: Config, dataset: Dataset, allowed: Collection[str]
+) -> list[str]:
+    """What differs from the run so far, in words; refuses what is not allowed by name."""
+    stored = read(saved)
+    found = {
+        name: f"{name} {getattr(stored.config, name)} → {getattr(config, name)}"
+        for name in changed_mathematics(stored.config, config)
+    }
+    if stored.changed_data(dataset):
+        found["data"] = f"data: other tokens than in {stored.data}"
+    refused = [name for name in found if name not in allowed]
+    if refused:
+        raise ConfigError(
+            f"[resume] expected the settings of the run in {saved.path.parent.parent}, got "
+            f"{', '.join(found[name] for name in refused)}; begin another run, or allow it with "
+            + " ".join(f"--allow-change {name.replace('_', '-')}" for name in refused)
+        )
+    notices = [f"changed from here on: {', '.join(found.values())}"] if found else []
+    if stored.changed_validation(dataset):
+        notices.append("other held-out tokens than before: the best checkpoint is sought anew")
+    return notices
+
+
+def _field(name: str) -> str:
+    field = name.replace("-", "_").strip("_")
+    if field not in FIELDS:
+        raise ConfigError(
+            f"[resume] expected a setting after --allow-change, got {name!r}; "
+            f"{nearest(name, FIELDS)}"
+        )
+    return field

@@ -1,0 +1,220 @@
+"""What a run chooses by itself, with its reasons: device, micro-batch size, threads.
+
+The choices are frozen in the run's `frozen.json` at its first start, and a resumed run makes the
+same. With them stand the versions of all that computes: where one differs, the same bits are no
+longer promised.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge import training
+from forge.config import Config
+from forge.errors import ConfigError, DeviceError
+from forge.run.trainer import model_of, optimizer_of
+from forge.tensor import Device, zeros
+
+# The packages whose arithmetic a step is made of.
+_COMPUTING = ("numpy", "numba", "llvmlite", "scipy-openblas32", "ml_dtypes")
+# Weights and two moments, which wait on the host while a checkpoint is written.
+_SNAPSHOT_COPIES = 3
+
+
+@dataclass
+class Choices:
+    """The automatic choices of a run; `reasons` says why, by name."""
+
+    device: str
+    micro_batch: int
+    memory: int
+    threads: int
+    versions: dict[str, str]
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def frozen(self) -> dict[str, Any]:
+        """What `frozen.json` holds of them: threads change no result, so they are free."""
+        return {
+            "device": self.device,
+            "micro_batch": self.micro_batch,
+            "reasons": self.reasons,
+            "versions": self.versions,
+        }
+
+
+def choose(config: Config, frozen: Mapping[str, Any]) -> Choices:
+    """Choose for a resolved configuration; what is frozen stays, unless a setting says otherwise.
+
+    Raises `DeviceError`, and `ConfigError` for what the device cannot do or hold.
+    """
+    reasons: dict[str, str] = {}
+    device = _device(config, frozen, reasons)
+    threads = use_threads(device, config.threads)
+    reasons["threads"] = "as --threads says" if config.threads else "as many as cores"
+    if config.precision == "bf16" and device.kind != "cuda":
+        raise ConfigError(
+            f"[train] expected --precision fp32 on {device.name}, got bf16; "
+            "this version of Forge computes in fp32 there"
+        )
+    micro_batch, memory = _micro_batch(config, device, frozen, reasons)
+    return Choices(device.name, micro_batch, memory, threads, versions(device), reasons)
+
+
+def find_device(name: str) -> tuple[Device, str]:
+    """The device that a name means, and why; `auto` is the GPU where it can be used.
+
+    Raises `DeviceError` for a device that is not there.
+    """
+    if name != "auto":
+        return Device(name), f"as --device {name} says"
+    try:
+        return Device("cuda"), "a GPU that can be used"
+    except DeviceError:
+        return Device("cpu"), "no GPU that this version can use"
+
+
+def use_threads(device: Device, number: int | None) -> int:
+    """Set the number of CPU threads, by default one per core; returns it."""
+    if device.kind != "cpu":
+        return number or 1
+    from forge.backends.cpu import threads
+
+    threads.set_threads(number or threads.default_threads())
+    return threads.get_threads()
+
+
+def prepare(device: Device) -> None:
+    """Compile the device's kernels now, if that has not been done on this machine."""
+    if device.kind == "cpu":
+        from forge.backends.cpu import jit
+
+        jit.ready()
+
+
+def versions(device: Device) -> dict[str, str]:
+    """Versions of all that a step's bits depend on, and the processor's kind."""
+    found = {"forge": _version("forge-gpt"), "python": platform.python_version()}
+    found |= {name: _version(name) for name in _COMPUTING}
+    if device.kind == "cpu":
+        from forge.backends.cpu import blas
+
+        found["BLAS core"] = blas.core()
+    if device.kind == "cuda":
+        from forge.backends.cuda import versions as cuda_versions
+
+        found |= cuda_versions()
+    return found | {"processor": platform.machine(), "system": sys.platform}
+
+
+def changed_versions(frozen: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
+    """What differs from the versions that a run began with, as `numba 0.61 → 0.62`."""
+    then = frozen.get("versions", {})
+    return [
+        f"{name} {then[name]} → {version}"
+        for name, version in now.items()
+        if name in then and then[name] != version
+    ]
+
+
+def plan_step(config: Config, device: Device, micro_batch: int) -> int:
+    """Bytes that training needs at its peak: a step, and the snapshot of a checkpoint."""
+    plan = Device(f"plan:{'cpu' if device.kind == 'reference' else device.kind}")
+    before = plan.pool.in_use
+    plan.pool.reset_peak()
+    model = model_of(config)
+    params = model.params(plan, config.precision)
+    grads, optimizer = params.zeros_like(), optimizer_of(config, params)
+    shape = (micro_batch, config.block_size)
+
+    def ids(*shape: int) -> Any:
+        return zeros(shape, "int64", plan)
+
+    micro = training.Micro(ids(*shape), ids(*shape), ids(shape[0] * shape[1]), 0)
+    others = [ids(3, *shape) for _ in range(config.batch_size // micro_batch - 1)]
+    batch = training.Batch([micro], zeros((), "float32", plan))
+    state = training.step_state(config.seed, 0, config.lr, plan)
+    training.train_step(model, params, grads, optimizer, batch, state)
+    del others
+    # A GPU's snapshot is on the host, which has room for what a GPU holds.
+    snapshot = 0 if device.kind == "cuda" else _SNAPSHOT_COPIES * params.flat.nbytes
+    return plan.pool.peak - before + snapshot
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take, by the system and its control group, if known."""
+    limits = []
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            limits.append(int(line.split()[1]) * 1024)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        if _read(limit).strip().isdigit() and _read(used).strip().isdigit():
+            limits.append(int(_read(limit)) - int(_read(used)))
+    return min(limits, default=None)
+
+
+def _device(config: Config, frozen: Mapping[str, Any], reasons: dict[str, str]) -> Device:
+    if config.device == "auto" and "device" in frozen:
+        reasons["device"] = "as the run began"
+        return Device(str(frozen["device"]))
+    device, reasons["device"] = find_device(config.device)
+    return device
+
+
+def _micro_batch(
+    config: Config, device: Device, frozen: Mapping[str, Any], reasons: dict[str, str]
+) -> tuple[int, int]:
+    """The micro-batch size and the bytes it needs."""
+    available = available_memory()
+    if device.kind == "cuda":
+        from forge.backends.cuda.device import memory_info
+
+        available = memory_info()[0]
+    sizes = [n for n in range(config.batch_size, 0, -1) if config.batch_size % n == 0]
+    before = frozen.get("micro_batch")
+    if config.micro_batch is not None:
+        sizes, reason = [config.micro_batch], "as --micro-batch says"
+    elif before in sizes:
+        sizes, reason = [before], "as the run began"
+    else:
+        reason = "the largest that fits in memory"
+    parameters = sum(math.prod(shape) for shape in model_of(config).shapes().values())
+    # Weights, gradients, moments and snapshot: no plan of such a size, which would take long.
+    size, need = 1, (4 + _SNAPSHOT_COPIES) * 4 * parameters
+    if available is None or need <= available:
+        for size in sizes:
+            need = plan_step(config, device, size)
+            if available is None or need <= 0.9 * available:
+                reasons["micro_batch"] = reason
+                return size, need
+    smaller = "--micro-batch" if size > 1 else "--n-embd, --n-layer or --block-size"
+    raise ConfigError(
+        f"[train] expected a run that fits in the {(available or 0) / 1e9:.1f} GB of memory left "
+        f"here, got one that needs {need / 1e9:.1f} GB; try a smaller {smaller}"
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""  # this system has no such file, which sets no limit
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,41 @@
+"""A trained model, read from a run or checkpoint to be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge import checkpoint
+from forge.config import Config
+from forge.data.tokenizer import Tokenizer
+from forge.models.gpt2 import GPT2
+from forge.params import Params
+from forge.run.stored import MODEL, read
+from forge.run.trainer import model_of
+from forge.tensor import Device
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with its weights and tokenizer, and where they are from."""
+
+    model: GPT2
+    params: Params
+    tokenizer: Tokenizer
+    config: Config
+    path: Path
+    step: int
+
+
+def load(path: str | Path, device: Device) -> Trained:
+    """The model of a checkpoint folder, a run (its newest checkpoint), or a file `last` or `best`.
+
+    Raises `CheckpointError` where there is none, and for one that is damaged.
+    """
+    saved = checkpoint.load(checkpoint.find(path), only=(MODEL,))
+    stored = read(saved)
+    config = stored.config
+    model = model_of(config)
+    params = model.params(device, config.precision if device.kind == "cuda" else "fp32")
+    params.load_(saved.arrays[MODEL])
+    return Trained(model, params, stored.tokenizer, config, saved.path, saved.step)
