@@ -17,11 +17,27 @@ import numpy as np
 
 from forge import ops
 from forge.errors import ConfigError
+from forge.ops.block import decodes_by_block
 from forge.params import Params
 from forge.tensor import Device, Shape, Tensor, tensor, zeros
 
 # A GPU's products take four times as long with rows of 50257 logits as with rows of 50304.
 VOCABULARY_MULTIPLE = 128
+# The parameters of a block, in the order they are used.
+BLOCK = (
+    "ln_1.weight",
+    "ln_1.bias",
+    "attn.c_attn.weight",
+    "attn.c_attn.bias",
+    "attn.c_proj.weight",
+    "attn.c_proj.bias",
+    "ln_2.weight",
+    "ln_2.bias",
+    "mlp.c_fc.weight",
+    "mlp.c_fc.bias",
+    "mlp.c_proj.weight",
+    "mlp.c_proj.bias",
+)
 
 
 @dataclass(frozen=True)
@@ -80,20 +96,9 @@ class GPT2:
         """Name and shape of every parameter, in model order."""
         c = self.config
         C = c.n_embd
-        block = {
-            "ln_1.weight": (C,),
-            "ln_1.bias": (C,),
-            "attn.c_attn.weight": (C, 3 * C),
-            "attn.c_attn.bias": (3 * C,),
-            "attn.c_proj.weight": (C, C),
-            "attn.c_proj.bias": (C,),
-            "ln_2.weight": (C,),
-            "ln_2.bias": (C,),
-            "mlp.c_fc.weight": (C, 4 * C),
-            "mlp.c_fc.bias": (4 * C,),
-            "mlp.c_proj.weight": (4 * C, C),
-            "mlp.c_proj.bias": (C,),
-        }
+        attention = ((C,), (C,), (C, 3 * C), (3 * C,), (C, C), (C,))
+        mlp = ((C,), (C,), (C, 4 * C), (4 * C,), (4 * C, C), (C,))
+        block = dict(zip(BLOCK, attention + mlp, strict=True))
         shapes: dict[str, Shape] = {
             "wte.weight": (c.vocab_size, C),
             "wpe.weight": (c.block_size, C),
@@ -158,6 +163,8 @@ class GPT2:
         wte, wpe = params["wte.weight"], params["wpe.weight"]
         h = ops.embedding(ids, wte, wpe, pos, order, rows=c.vocab_size)
         h = self._dropout(h, c.embd_pdrop, rng, 0)
+        if cache is not None and isinstance(pos, Tensor) and decodes_by_block(h, c.n_head):
+            return self._by_block(params, h, cache, pos)
         y = ops.layernorm(
             h, params["h.0.ln_1.weight"], params["h.0.ln_1.bias"], c.layer_norm_epsilon
         )
@@ -172,6 +179,19 @@ class GPT2:
             norm = f"h.{layer + 1}.ln_1" if layer + 1 < c.n_layer else "ln_f"
             h, y = self._branch(params, h, wide, p + "mlp.c_proj", norm, rng, 3 * layer + 3)
         return y
+
+    def _by_block(
+        self, params: Mapping[str, Tensor], h: Tensor, cache: Cache, pos: Tensor
+    ) -> Tensor:
+        """`hidden` for one new position of a few samples, a kernel for each block."""
+        c = self.config
+        x = h.view((h.shape[0], c.n_embd))
+        for layer, caches in enumerate(zip(cache.keys, cache.values, strict=True)):
+            weights = [params[f"h.{layer}.{name}"] for name in BLOCK]
+            x = ops.decode_block_(x, *weights, *caches, pos, c.layer_norm_epsilon)
+        weights = [params["ln_f.weight"], params["ln_f.bias"]]
+        y: Tensor = ops.layernorm(x, *weights, c.layer_norm_epsilon)
+        return y.view(h.shape)
 
     def logits(self, params: Mapping[str, Any], ids: Tensor, **keywords: Any) -> Any:
         """Logits [B, T, V] for ids [B, T]; keywords as `hidden`'s."""

@@ -1,0 +1,112 @@
+"""Products: addresses and leading dimensions for cuBLASLt, with bias and gelu in its epilogue.
+
+Where the library has no epilogue for a shape or dtype, the bias is written first and the product
+added to it.
+"""
+
+from __future__ import annotations
+
+from forge.backends.cuda import cublaslt, pointwise, shape
+from forge.backends.cuda.cublaslt import Product
+from forge.tensor import Tensor, empty
+
+# Widths that are no multiple of this many elements leave rows unaligned, and epilogues untested.
+ALIGNED = 8
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    *,
+    out: Tensor,
+    trans_a: bool,
+    trans_b: bool,
+    alpha: float,
+    b_rows: int | None,
+    accumulate: bool,
+) -> None:
+    """out (+)= alpha op(a) op(b) + bias; `b_rows` uses only b's first rows, as stored."""
+    m, n = out.shape[-2:]
+    k = a.shape[-2] if trans_a else a.shape[-1]
+    batch = a.shape[0] if a.ndim == 3 else 1
+    if out.size == 0:
+        return
+    if bias is not None:
+        _write_bias(bias, out, accumulate=accumulate)
+        accumulate = True
+    if k == 0:
+        if not accumulate:
+            out.device.memory.fill(out, 0.0)
+        return
+    product = Product(
+        m,
+        n,
+        k,
+        lda=a.shape[-1],
+        ldb=b.shape[-1],
+        ldc=n,
+        trans_a=trans_a,
+        trans_b=trans_b,
+        dtype=a.dtype,
+        out_dtype=out.dtype,
+        accumulate=accumulate,
+        batch=batch,
+        step_a=a.shape[-2] * a.shape[-1],
+        step_b=b.shape[-2] * b.shape[-1],
+        step_c=m * n,
+    )
+    if not cublaslt.run(product, a.pointer, b.pointer, out.pointer, alpha=alpha):
+        raise cublaslt.missing(product)
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, *, out: Tensor, pre: Tensor | None, gelu: str | None
+) -> None:
+    """pre = x w + bias; out = gelu(pre), or pre itself where gelu is None."""
+    if out.size == 0:
+        return
+    m, k = x.shape
+    n = w.shape[1]
+    epilogue = "" if bias is None else "bias"
+    if gelu == "tanh" and epilogue and x.dtype == "bfloat16":
+        epilogue += " gelu" if pre is None else " gelu pre"
+    if epilogue and k and n % ALIGNED == 0 and k % ALIGNED == 0:
+        assert bias is not None
+        product = Product(m, n, k, k, n, n, False, False, x.dtype, out.dtype, epilogue=epilogue)
+        addresses = {"bias": bias.pointer}
+        if pre is not None and epilogue.endswith("pre"):
+            addresses["pre"] = pre.pointer
+        before = out if pre is None or epilogue != "bias" else pre
+        if cublaslt.run(product, x.pointer, w.pointer, before.pointer, **addresses):
+            if gelu is not None and epilogue == "bias":
+                pointwise.gelu(before, out=out, form=gelu)
+            return
+    before = out if pre is None else pre
+    matmul(
+        x,
+        w,
+        bias,
+        out=before,
+        trans_a=False,
+        trans_b=False,
+        alpha=1.0,
+        b_rows=None,
+        accumulate=False,
+    )
+    if gelu is not None:
+        pointwise.gelu(before, out=out, form=gelu)
+
+
+def _write_bias(bias: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """Put the bias into every row of out, or add it to what is there."""
+    row = bias.view((1,) * (out.ndim - 1) + bias.shape)
+    if not accumulate and bias.dtype == out.dtype:
+        shape.broadcast_to(row, out=out)
+        return
+    rows = empty(out.shape, bias.dtype, bias.device)
+    shape.broadcast_to(row, out=rows)
+    if accumulate:
+        pointwise.accumulate(rows, out=out)
+    else:
+        pointwise.cast(rows, out=out)

@@ -1,0 +1,137 @@
+"""A step that a GPU is told once and then repeats.
+
+A training step is some three hundred kernels, each of which costs the host a few microseconds to
+launch; a decoded token's kernels take less time than that. `Captured` runs a function as it is, and
+on a GPU records what it launches, so that from then on one call launches all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+from forge.pool import Pool
+from forge.tensor import Device, Tensor, empty_like
+
+
+class Captured:
+    """`function`, captured on a GPU at its second call and replayed from then on.
+
+    The first call runs as it is: kernels are compiled and algorithms chosen then. `varying` names
+    the parameters whose Tensors differ from call to call: they are copied to where the recorded
+    kernels read. Everything else, Tensors that change in place included, must be the same objects
+    each time, and numbers the same numbers; where shapes or numbers differ, another recording is
+    made. The function must not wait for the GPU or read from it, and it returns Tensors, alone or
+    in tuples; a replay gives copies of them. A recording keeps its own memory, apart from the
+    device's pool. On other devices than a GPU this is the function itself.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], device: Device, varying: Collection[str]
+    ) -> None:
+        self._function = function
+        self._device = device
+        self._signature = inspect.signature(function)
+        self._varying = frozenset(varying)
+        self._seen: set[Any] = set()
+        self._recordings: dict[Any, _Recording] = {}
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Call the function, or replay what it did."""
+        if self._device.kind != "cuda" or self._device.plan:
+            return self._function(*args, **keywords)
+        arguments = self._signature.bind(*args, **keywords).arguments
+        inputs: list[Tensor] = []
+        key = tuple(
+            (name, _describe(value, inputs) if name in self._varying else id(value))
+            for name, value in arguments.items()
+        )
+        recording = self._recordings.get(key)
+        if recording is None:
+            if key not in self._seen:
+                self._seen.add(key)
+                return self._function(*args, **keywords)
+            fixed = {n: v for n, v in arguments.items() if n not in self._varying}
+            varying = {n: v for n, v in arguments.items() if n in self._varying}
+            recording = _Recording(self._function, self._device, fixed, varying, inputs)
+            self._recordings[key] = recording
+        return recording.replay(inputs)
+
+
+class _Recording:
+    """A function's kernels, with the Tensors they read and write."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        device: Device,
+        fixed: dict[str, Any],
+        varying: dict[str, Any],
+        inputs: list[Tensor],
+    ) -> None:
+        from forge.backends.cuda.device import Graph
+
+        self._memory = device.memory
+        # Kept, for their addresses are recorded and their identities are in the key.
+        self._fixed = fixed
+        self._inputs = [empty_like(x) for x in inputs]
+        places = iter(self._inputs)
+        arguments = fixed | {name: _rebuild(value, places) for name, value in varying.items()}
+        self._graph = Graph()
+        # Buffers that replays use must not serve anything between them.
+        shared = device.pool
+        shared.trim()
+        device.pool = self._pool = Pool(device.memory)
+        try:
+            with self._graph.capture():
+                self._outputs = function(**arguments)
+        finally:
+            device.pool = shared
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pool") and not sys.is_finalizing():
+            self._pool.close()
+
+    def replay(self, inputs: list[Tensor]) -> Any:
+        """Run the kernels on these inputs; returns copies of the outputs."""
+        for x, place in zip(inputs, self._inputs, strict=True):
+            self._memory.copy(x, place)
+        self._graph.replay()
+        return self._copied(self._outputs)
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            out = empty_like(value)
+            self._memory.copy(value, out)
+            return out
+        parts = [self._copied(each) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def _describe(value: Any, inputs: list[Tensor]) -> Any:
+    """What of a value a recording depends on; its Tensors are appended to `inputs`."""
+    if isinstance(value, Tensor):
+        inputs.append(value)
+        return value.shape, value.dtype
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_describe(each, inputs) for each in value)
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return type(value), tuple(_describe(getattr(value, f.name), inputs) for f in fields)
+    return value
+
+
+def _rebuild(value: Any, places: Any) -> Any:
+    """The value with the next of `places` for each of its Tensors."""
+    if isinstance(value, Tensor):
+        return next(places)
+    if isinstance(value, list | tuple):
+        parts = [_rebuild(each, places) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return type(value)(**{f.name: _rebuild(getattr(value, f.name), places) for f in fields})
+    return value

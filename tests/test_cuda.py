@@ -1,0 +1,275 @@
+"""The GPU: why one cannot be used, and, where there is one, that training there is right."""
+
+import gc
+import types
+
+import numpy as np
+import pytest
+
+from forge import Device, DeviceError, ops, tensor
+from forge.backends.cuda import device as gpu
+from forge.data.loader import Loader
+from forge.errors import OutOfMemoryError
+from forge.graph import Captured
+from forge.models import GPT2, GPT2Config
+from forge.optim.adamw import AdamW
+from forge.pool import Pool
+from forge.tensor import empty, full
+from forge.training import step_state, to_device, train_step
+
+SIZES = {"vocab_size": 61, "block_size": 24, "n_layer": 2, "n_head": 3, "n_embd": 48}
+DROPOUT = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.2}
+
+
+class Runtime(types.SimpleNamespace):
+    """A CUDA runtime that says what a test wants it to."""
+
+    def __init__(self, driver=13000, devices=1, major=9, minor=0):
+        class Code(int):
+            name = "cudaSuccess"
+
+        ok = Code(0)
+        failed = Code(0 if devices else 100)
+        failed.name = "cudaSuccess" if devices else "cudaErrorNoDevice"
+        card = types.SimpleNamespace(
+            name=b"A card", major=major, minor=minor, multiProcessorCount=100
+        )
+        super().__init__(
+            cudaDriverGetVersion=lambda: (ok, driver),
+            cudaGetDeviceCount=lambda: (failed, devices),
+            cudaGetDeviceProperties=lambda number: (ok, card),
+            cudaSetDevice=lambda number: (ok,),
+        )
+
+
+@pytest.mark.parametrize(
+    ("runtime", "message"),
+    [
+        (Runtime(driver=0), r"no NVIDIA driver; install one, or use --device cpu"),
+        (Runtime(driver=12040), r"a driver for CUDA 12\.4; update it"),
+        (Runtime(devices=0), r"cudaErrorNoDevice, 0 devices; .*CUDA_VISIBLE_DEVICES"),
+        (Runtime(major=7, minor=5), r"A card, compute capability 7\.5; Forge needs 8\.0"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_says_why(monkeypatch, runtime, message):
+    monkeypatch.setattr(gpu, "PACKAGES", {"sys": "sys"})
+    monkeypatch.setattr(gpu, "runtime", lambda: runtime)
+    with pytest.raises(DeviceError, match=message):
+        gpu.card.__wrapped__()
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(gpu, "PACKAGES", {"nowhere.at_all": "some-package"})
+    with pytest.raises(
+        DeviceError, match=r"no package some-package; pip install 'forge-gpt\[cuda\]"
+    ):
+        gpu.card.__wrapped__()
+
+
+def test_a_usable_card_is_described(monkeypatch):
+    monkeypatch.setattr(gpu, "PACKAGES", {})
+    monkeypatch.setattr(gpu, "runtime", lambda: Runtime(driver=13010, major=12))
+    assert gpu.card.__wrapped__() == gpu.Card("A card", 120, 100, 13010)
+
+
+class Scarce:
+    """Memory of two buffers."""
+
+    def __init__(self):
+        self.left = 2
+
+    def allocate(self, size):
+        if not self.left:
+            raise MemoryError
+        self.left -= 1
+        return object()
+
+    def release(self, buffer):
+        self.left += 1
+
+
+def test_a_pool_gives_up_unused_buffers_before_it_fails():
+    pool = Pool(Scarce())
+    first, second = pool.take(256), pool.take(512)
+    pool.give(256, first)
+    third = pool.take(1024)
+    with pytest.raises(MemoryError):
+        pool.take(2048)
+    pool.close()
+    pool.give(512, second)
+    pool.give(1024, third)
+    assert pool.held == 0
+    assert pool._memory.left == 2
+
+
+def test_on_the_cpu_a_captured_function_is_the_function():
+    calls = []
+    step = Captured(lambda x, n: calls.append(n) or (x, n), Device("reference"), ("x",))
+    x = tensor(1.0)
+    assert [step(x, n=k) for k in range(3)] == [(x, 0), (x, 1), (x, 2)]
+    assert calls == [0, 1, 2]
+
+
+def test_params_in_bfloat16_and_padded_hold_the_same_numbers():
+    model = GPT2(GPT2Config(**SIZES))
+    plain = model.params(Device("reference"))
+    low = model.params(Device("reference"), "bf16")
+    for params in (plain, low):
+        params.load_(model.init(1))
+    assert low.compute["ln_f.weight"] is low["ln_f.weight"]
+    for name, value in plain.items():
+        if "ln_" not in name:
+            rounded = value.numpy().astype(low.compute[name].numpy().dtype)
+            assert (low.compute[name].numpy() == rounded).all()
+    padded = model.params(Device("plan:cuda"))
+    assert padded.compute["wte.weight"].shape == (128, 48)
+    assert padded["wte.weight"].shape == (61, 48)
+    assert padded.count == plain.count
+
+
+class Run:
+    """A small model in training."""
+
+    def __init__(self, device, precision="fp32", *, captured=False, **more):
+        self.device = Device(device)
+        self.model = GPT2(GPT2Config(**SIZES, **more))
+        self.params = self.model.params(self.device, precision)
+        self.params.load_(self.model.init(5))
+        self.grads = self.params.zeros_like()
+        self.optimizer = AdamW(self.params)
+        self.loader = Loader(np.random.default_rng(0).integers(0, 61, 4000), 24, 8, 5)
+        self.train_step = train_step
+        if captured:
+            self.train_step = Captured(train_step, self.device, ("batch", "state"))
+
+    def steps(self, count, micro_batch=None):
+        """Loss, norm and finiteness of steps with ragged targets and a moving learning rate."""
+        results = []
+        for number in range(count):
+            host = self.loader.batch(8 * number, micro_batch)
+            host.micros[0].targets[:, : 1 + number] = -100
+            batch = to_device(host, self.device)
+            state = step_state(5, number, 1e-3 * (1 + number), self.device)
+            args = self.model, self.params, self.grads, self.optimizer, batch, state
+            results.append(tuple(x.item() for x in self.train_step(*args)))
+        return results
+
+    def bits(self):
+        buffers = (self.params.flat, self.grads.flat, self.optimizer.m.flat, self.optimizer.v.flat)
+        return [x.numpy().tobytes() for x in buffers]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
+def test_captured_steps_have_the_bits_of_eager_ones(precision, dropout):
+    eager = Run("cuda", precision, **dropout)
+    captured, again = (Run("cuda", precision, captured=True, **dropout) for _ in range(2))
+    expected = eager.steps(10, micro_batch=2)
+    assert captured.steps(10, micro_batch=2) == expected
+    assert again.steps(10, micro_batch=2) == expected
+    assert eager.bits() == captured.bits() == again.bits()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
+def test_training_agrees_with_the_reference(precision, tolerance):
+    ours, exact = Run("cuda", precision, **DROPOUT), Run("reference", **DROPOUT)
+    for a, b in zip(ours.steps(4), exact.steps(4), strict=True):
+        assert a == pytest.approx(b, rel=tolerance)
+    for name, gradient in exact.grads.items():
+        error = np.linalg.norm(ours.grads[name].numpy() - gradient.numpy())
+        assert error <= 10 * tolerance * np.linalg.norm(gradient.numpy()), name
+
+
+@pytest.mark.cuda
+def test_the_bfloat16_copy_follows_the_masters():
+    run = Run("cuda", "bf16", captured=True)
+    run.steps(4)
+    working = run.params.working.numpy()
+    assert (run.params.flat.numpy().astype(working.dtype) == working).all()
+    stored = run.params.compute["wte.weight"].numpy()
+    assert not stored[61:].astype(np.float32).any()
+
+
+@pytest.mark.cuda
+def test_nothing_changes_where_the_loss_is_not_finite():
+    run = Run("cuda", captured=True)
+    run.steps(2)
+    poisoned = {name: value.numpy() for name, value in run.params.items()}
+    poisoned["h.1.mlp.c_fc.bias"][3] = np.inf
+    run.params.load_(poisoned)
+    before = [x.flat.numpy().tobytes() for x in (run.params, run.optimizer.m, run.optimizer.v)]
+    assert [finite for _, _, finite in run.steps(2)] == [0, 0]
+    after = [x.flat.numpy().tobytes() for x in (run.params, run.optimizer.m, run.optimizer.v)]
+    assert before == after
+    assert run.optimizer.step.item() == 2
+
+
+@pytest.mark.cuda
+def test_memory_stays_flat_without_a_collector():
+    run = Run("cuda", captured=True)
+    run.steps(3)
+    gc.collect()
+    gc.disable()
+    try:
+        before = run.device.pool.in_use, gpu.memory_info()[0]
+        run.steps(20)
+        assert (run.device.pool.in_use, gpu.memory_info()[0]) == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.cuda
+def test_too_much_memory_is_refused_in_one_line_and_harms_nothing():
+    cuda = Device("cuda")
+    x = full((3,), 2.5, "float32", cuda)
+    with pytest.raises(OutOfMemoryError, match=r"expected [\d,]+ MiB of GPU memory, got .* free"):
+        empty((1 << 45,), "float32", cuda)
+    assert (x.numpy() == 2.5).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int64", "bool"])
+def test_copies_and_fills(dtype):
+    cuda = Device("cuda")
+    host = tensor(np.random.default_rng(0).integers(0, 2, (70, 13)), dtype)
+    x = tensor(host, device=cuda)
+    assert (x.numpy() == host.numpy()).all()
+    assert (x.view((13,), 26).numpy() == host.numpy()[2]).all()
+    for value in (0, 1) if dtype == "bool" else (0, 1, -3):
+        assert (full((5, 3), value, dtype, cuda).numpy() == value).all()
+    large = np.arange(5_000_003, dtype=np.int64)
+    assert (tensor(large, device=cuda).numpy() == large).all()
+
+
+@pytest.mark.cuda
+def test_capture_refuses_what_would_go_stale():
+    cuda = Device("cuda")
+    step = Captured(lambda x: ops.scale(x, tensor(2.0, device=cuda)), cuda, ("x",))
+    x = tensor(np.ones(3, np.float32), device=cuda)
+    assert (step(x).numpy() == 2).all()
+    with pytest.raises(
+        DeviceError, match="expected no copy from the host while a step is captured"
+    ):
+        step(x)
+    assert (ops.scale(x, 3.0).numpy() == 3).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 5e-2)])
+def test_decoding_agrees_with_the_whole_context(precision, tolerance):
+    cuda = Device("cuda")
+    model = GPT2(GPT2Config(**SIZES))
+    params = model.params(cuda, precision)
+    params.load_(model.init(3))
+    ids = np.random.default_rng(1).integers(0, 61, (2, 20))
+    whole = model.logits(params.compute, tensor(ids, device=cuda)).numpy()
+    cache = model.cache(2, 24, cuda, params.compute["wpe.weight"].dtype)
+    step = Captured(model.decode, cuda, ("ids", "pos"))
+    for position in range(20):
+        token = tensor(ids[:, position : position + 1], device=cuda)
+        pos = tensor(np.full(2, position), device=cuda)
+        logits = step(params.compute, token, cache, pos).numpy()
+        expected = whole[:, position].astype(np.float32)
+        assert np.allclose(logits.astype(np.float32), expected, atol=tolerance)
