@@ -30,7 +30,7 @@ class Run:
         self.used = memory(self.device)
         sizes = MODELS[side.model]
         self.model = GPT2(GPT2Config(**{**sizes, "block_size": max(side.T, sizes["block_size"])}))
-        self.params = self.model.params(self.device, side.precision)
+        self.params = self.model.zeros(self.device, side.precision)
         self.params.load_(self.model.init(0))
         self.grads = self.params.zeros_like()
         self.optimizer = AdamW(self.params)
@@ -167,7 +167,7 @@ def decode(side):
     used = memory(device)
     sizes = MODELS[side.model]
     model = GPT2(GPT2Config(**sizes))
-    params = model.params(device, side.precision)
+    params = model.zeros(device, side.precision)
     params.load_(model.init(0))
     dtype = "bfloat16" if side.precision == "bf16" else "float32"
     cache = model.cache(side.B, sizes["block_size"], device, dtype)

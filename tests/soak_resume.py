@@ -1,6 +1,6 @@
 """Kill -9 a real run at random moments, many times, and hold what comes out to a calm run's bits.
 
-    python tests/soak_resume.py [KILLS] [SEED]
+    python tests/soak_resume.py [KILLS] [SEED] [DEVICE]
 
 Small steps and a checkpoint every five of them, so that kills fall into all that a run does: start,
 restore, step, validation, the writing and renaming and removing of checkpoints. Not collected by
@@ -18,7 +18,7 @@ from forge.run import metrics
 
 STEPS = 3000
 COMMAND = [
-    *(sys.executable, "-m", "forge", "train", "--device=reference", "--n-layer=1", "--n-head=2"),
+    *(sys.executable, "-m", "forge", "train", "--n-layer=1", "--n-head=2"),
     *("--n-embd=8", "--block-size=8", "--batch-size=2", "--dropout=0.1", f"--steps={STEPS}"),
     *("--log-every=1", "--eval-every=50", "--eval-batches=1", "--checkpoint-every=5"),
 ]
@@ -37,9 +37,9 @@ def result(folder):
     return logged(folder), files
 
 
-def live(folder, seconds):
+def live(folder, device, seconds):
     """Run or resume it; returns whether it was killed before it had ended."""
-    command = [*COMMAND, "--resume", f"--out={folder}"]
+    command = [*COMMAND, f"--device={device}", "--resume", f"--out={folder}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
             out, _ = process.communicate(timeout=seconds)
@@ -51,20 +51,24 @@ def live(folder, seconds):
     return False
 
 
-def main(kills=100, seed=0):
+def moment(rng, whole):
+    """From the first import to well into the steps: what a start takes is about 1 s."""
+    return rng.uniform(0.2, 1.5 + whole / 10)
+
+
+def main(kills="100", seed="0", device="reference"):
     """Kill until there were so many; every run that ends is compared."""
-    rng = random.Random(seed)
+    kills, rng = int(kills), random.Random(int(seed))
     with tempfile.TemporaryDirectory() as top:
         calm = Path(top, "calm")
         start = time.monotonic()
-        live(calm, None)
+        live(calm, device, None)
         whole = time.monotonic() - start
         expected = result(calm)
         done = runs = torn = 0
         while done < kills or runs == 0:
             folder = Path(top, f"run-{runs}")
-            # From the first import to well into the steps: what a start takes is about 1 s.
-            while live(folder, rng.uniform(0.2, 1.5 + whole / 10) if done < kills else None):
+            while live(folder, device, moment(rng, whole) if done < kills else None):
                 done += 1
                 torn += any(folder.glob("checkpoints/.step-*"))
             runs += 1
@@ -76,4 +80,4 @@ def main(kills=100, seed=0):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -285,3 +285,9 @@ def test_extras_are_no_vars_where_the_sweep_is_recorded():
     tape.backward(y, create_graph=True)
     assert kinds.pop("tracked")
     assert kinds == {"x": Var, "out": Var, "extra": forge.Tensor, "other": forge.Tensor}
+
+
+def test_a_check_of_nothing_is_refused():
+    for arguments in ((), (np.ones(3),), (forge.tensor([1, 2]),)):
+        with pytest.raises(forge.DtypeError, match="expected a floating Tensor among"):
+            forge.check_grads(lambda *xs: ref([1.0]), *arguments)

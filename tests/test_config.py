@@ -89,7 +89,8 @@ def test_out_of_range_names_flag_range_and_value(name, value):
         ("n_layer", True, "an integer"),
         ("n_layer", None, "an integer"),
         ("lr", "fast", "a number"),
-        ("data", 3, "a string"),
+        ("data", 3, "a path"),
+        ("out", "", "a path"),
         ("threads", "all", "an integer"),
     ],
 )
@@ -166,7 +167,7 @@ configs = st.builds(
     lr=st.floats(0, 100),
     eps=st.floats(0, 1, exclude_min=True),
     init_std=st.none() | st.floats(1e-9, 10),
-    data=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+    data=st.none() | st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
     precision=st.sampled_from(["fp32", "bf16"]),
     threads=st.none() | st.integers(1, 4096),
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import numba
 import numpy as np
 import pytest
+from numba.np.ufunc import parallel
 
 from forge.backends.cpu import jit, linear, norm, reduce, threads, update
 from forge.backends.cpu.mathlib import exp, normal_cdf, sigmoid, tanh
@@ -224,6 +225,20 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(rng, N, K, trans_b):
     few = rows(0, 8)
     for start, stop in ((0, 1), (3, 4), (2, 8), (7, 8)):
         np.testing.assert_array_equal(rows(start, stop), few[start:stop])
+
+
+def test_products_survive_a_pool_of_more_threads_than_forge_was_given(thread_counts, rng):
+    """As where other code calls numba.set_num_threads: no two threads may share scratch."""
+    x, w = (rng.standard_normal(shape).astype(f32) for shape in ((3, 25, 500), (3, 500, 2000)))
+    threads.set_threads(1)
+    linear.product(x, w, out=(expected := np.empty((3, 25, 2000), f32)))
+    parallel._set_num_threads(5)
+    try:
+        for _ in range(20):
+            linear.product(x, w, out=(out := np.empty_like(expected)))
+            np.testing.assert_array_equal(out, expected)
+    finally:
+        threads.apply()
 
 
 def test_numpys_blas_keeps_its_threads(tmp_path):

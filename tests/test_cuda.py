@@ -112,8 +112,8 @@ def test_on_the_cpu_a_captured_function_is_the_function():
 
 def test_params_in_bfloat16_and_padded_hold_the_same_numbers():
     model = GPT2(GPT2Config(**SIZES))
-    plain = model.params(Device("reference"))
-    low = model.params(Device("reference"), "bf16")
+    plain = model.zeros(Device("reference"))
+    low = model.zeros(Device("reference"), "bf16")
     for params in (plain, low):
         params.load_(model.init(1))
     assert low.compute["ln_f.weight"] is low["ln_f.weight"]
@@ -121,7 +121,7 @@ def test_params_in_bfloat16_and_padded_hold_the_same_numbers():
         if "ln_" not in name:
             rounded = value.numpy().astype(low.compute[name].numpy().dtype)
             assert (low.compute[name].numpy() == rounded).all()
-    padded = model.params(Device("plan:cuda"))
+    padded = model.zeros(Device("plan:cuda"))
     assert padded.compute["wte.weight"].shape == (128, 48)
     assert padded["wte.weight"].shape == (61, 48)
     assert padded.count == plain.count
@@ -133,7 +133,7 @@ class Run:
     def __init__(self, device, precision="fp32", *, captured=False, **more):
         self.device = Device(device)
         self.model = GPT2(GPT2Config(**SIZES, **more))
-        self.params = self.model.params(self.device, precision)
+        self.params = self.model.zeros(self.device, precision)
         self.params.load_(self.model.init(5))
         self.grads = self.params.zeros_like()
         self.optimizer = AdamW(self.params)
@@ -261,7 +261,7 @@ def test_capture_refuses_what_would_go_stale():
 def test_decoding_agrees_with_the_whole_context(precision, tolerance):
     cuda = Device("cuda")
     model = GPT2(GPT2Config(**SIZES))
-    params = model.params(cuda, precision)
+    params = model.zeros(cuda, precision)
     params.load_(model.init(3))
     ids = np.random.default_rng(1).integers(0, 61, (2, 20))
     whole = model.logits(params.compute, tensor(ids, device=cuda)).numpy()

@@ -354,6 +354,15 @@ def test_micro_is_what_the_model_needs(values):
     assert micro.order.tolist() == sorted(range(len(ids)), key=lambda i: (ids[i], i))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "batch_size"),
+    [(np.arange(99.0), 4), (np.arange(99).reshape(3, 33), 4), (np.arange(99), 0)],
+)
+def test_what_is_no_row_of_tokens_is_refused(tokens, batch_size):
+    with pytest.raises(DataError, match=r"\[data\] expected"):
+        Loader(tokens, 2, batch_size)
+
+
 def test_text_shorter_than_a_window():
     with pytest.raises(DataError, match=r"at least 9 tokens to train on .*got 8"):
         Loader(np.arange(8), 8, batch_size=1)

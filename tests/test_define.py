@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import forge
-from forge import ArgumentError, GradientError, Tape, TapeError, ops
+from forge import ArgumentError, DtypeError, GradientError, Tape, TapeError, ops, tensor
 from forge.extend import Record, empty_like, kernels, op
 
 
@@ -317,3 +317,13 @@ def test_a_view_of_the_buffer_is_not_the_buffer():
     y = rule_of(rule)(tape.leaf(ref(np.ones((1, 3))), into=ref(np.zeros((1, 3)))))
     with pytest.raises(GradientError, match="or its buffer once added to"):
         tape.backward(y, ref(np.ones((1, 3))))
+
+
+def test_a_body_that_returns_no_tensor_is_refused_by_name():
+    @op(name="returns_an_array")
+    def body(x):
+        return x.array
+
+    body.rule(lambda node, dy: {"x": dy})
+    with pytest.raises(DtypeError, match=r"\[returns_an_array\] expected its body to return a Ten"):
+        body(Tape().leaf(tensor([1.0])))

@@ -104,7 +104,7 @@ MISUSES = [
     ("where", lambda: ops.where(f(3), f(3), f(3)), DtypeError, "bool", "float32"),
     ("scale", lambda: ops.scale(f(3), f(2)), ArgumentError, "one element", "[2]"),
     ("scale", lambda: ops.scale(f(3), 2.0, into=f(4)), ShapeError, "into", "[4]"),
-    ("scale", lambda: ops.scale(f(3), 2.0, into=f(3, dtype="bfloat16")), DtypeError, "wider"),
+    ("scale", lambda: ops.scale(f(3), 2.0, into=f(3, dtype="bfloat16")), DtypeError, "x's dtype"),
     ("cast", lambda: ops.cast(f(3), "float16"), DtypeError, "'float16'", "bfloat16"),
     ("gelu", lambda: ops.gelu(f(3), form="relu"), ArgumentError, "'relu'", "tanh", "erf"),
     ("gelu_backward", lambda: ops.gelu_backward(f(3), f(3), form=None), ArgumentError, "None"),
@@ -262,7 +262,7 @@ MISUSES = [
         ArgumentError,
         "[0, 10)",
         "8 to 10",
-        "context is full",
+        "there is room for",
     ),
     (
         "cached_attention",
@@ -286,7 +286,7 @@ MISUSES = [
     ),
     ("decode_block_", lambda: decode_block(h=f(2, 11)), ShapeError, "[2, 11]", "[2, 3, 10, 4]"),
     ("decode_block_", lambda: decode_block(w_fc=f(12, 24)), ShapeError, "w_fc", "[12, 48]"),
-    ("decode_block_", lambda: decode_block(pos=i(0, 10)), ArgumentError, "context is full"),
+    ("decode_block_", lambda: decode_block(pos=i(0, 10)), ArgumentError, "there is room for"),
     ("kv_append_", lambda: ops.kv_append_(CACHE, f(2), f(2, 1, 36), 0), ShapeError, "v_cache"),
     ("kv_append_", lambda: ops.kv_append_(CACHE, CACHE, f(2, 1, 36), -1), ArgumentError, "-1"),
     ("kv_append_", lambda: ops.kv_append_(CACHE, CACHE, f(2, 1, 37), 0), ShapeError, "37"),
@@ -344,7 +344,7 @@ MISUSES = [
         "scatter_add_rows_",
         lambda: ops.scatter_add_rows_(f(3, 4, dtype="bfloat16"), i(0), f(1, 4)),
         DtypeError,
-        "wider",
+        "x's dtype",
         "bfloat16",
     ),
     ("scatter_rows", lambda: ops.scatter_rows(f(2, 4), i(0, 3), 3), ArgumentError, "[0, 3)"),
@@ -404,6 +404,10 @@ MISUSES = [
     ("adamw_", lambda: adamw(tiles=i(0, 4, 0)), ShapeError, "tiles", "[3]"),
     ("adamw_", lambda: adamw(tiles=tensor([[0, 9, 0]], "int64")), ArgumentError, "tiles", "9"),
     ("adamw_", lambda: adamw(working=f(3, dtype="bfloat16")), ShapeError, "working", "[3]"),
+    ("adamw_", lambda: adamw(working=f(4)), DtypeError, "working", "bfloat16"),
+    ("adamw_", lambda: adamw(rates=f(1, 2, dtype="float64")), DtypeError, "rates", "float64"),
+    ("adamw_", lambda: adamw(rates=f(2)), ShapeError, "rates", "[2]"),
+    ("adamw_", lambda: adamw(tiles=tensor([[0, 4, 1]], "int64")), ArgumentError, "segments", "1"),
 ]
 
 

@@ -1,6 +1,8 @@
 """Every op on every device, through the table; and what the table cannot say."""
 
+import gc
 import math
+import re
 
 import hypothesis.extra.numpy as arrays
 import numpy as np
@@ -11,10 +13,11 @@ from hypothesis import strategies as st
 import forge
 from forge import ops
 from forge.backends import registry
+from forge.dtypes import NUMPY
 from forge.philox import threshold, words
-from forge.tensor import Tensor, full, tensor
+from forge.tensor import Tensor, full, tensor, zeros
 from forge.verify import CASES, check
-from forge.verify.trial import outputs, tensors
+from forge.verify.trial import gradients, outputs, tensors
 
 DEVICES = ["reference", "cpu"]
 
@@ -70,6 +73,46 @@ def gradient_specs(case, arguments):
     out, *_ = outputs(case, {**arguments, **leaves}).values()
     grads = tape.backward(out, full(out.shape, 1.0, out.dtype, out.device))
     return specs({name: grads[leaf] for name, leaf in leaves.items() if grads[leaf] is not None})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.op} {c.name}")
+def test_a_plan_has_the_peak_of_a_run(case):
+    """To the byte, scratch of the kernels included, recorded and not."""
+    peaks = []
+    for device in (forge.Device("plan:cpu"), forge.Device("cpu")):
+        own = tensors(case.arguments(), "float32", device)
+        pool = device.pool
+        for run in (outputs, *([gradient_specs] if case.wrt else [])):
+            gc.disable()  # Nothing older may be freed meanwhile.
+            before = pool.in_use
+            pool.reset_peak()
+            run(case, own)
+            peaks.append(pool.peak - before)
+            gc.enable()
+    assert peaks[: len(peaks) // 2] == peaks[len(peaks) // 2 :]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "buffer"),
+    [("bfloat16", "bfloat16"), ("bfloat16", "float64"), ("float32", "float64")],
+)
+@pytest.mark.parametrize("op", sorted({case.op for case in CASES if case.wrt}))
+def test_buffers_of_every_dtype_wide_enough(op, dtype, buffer):
+    """The same gradient, whoever adds it: a kernel, or the tape where none sums that wide."""
+    case = next(c for c in CASES if c.op == op and c.wrt)
+    if dtype not in case.dtypes:
+        pytest.skip(f"no op of {dtype}")
+    own = tensors(case.arguments(), dtype, forge.Device("cpu"))
+    rng = np.random.default_rng(0)
+    results = outputs(case, own).values()
+    seeds = [np.asarray(rng.standard_normal(x.shape)).astype(NUMPY[x.dtype]) for x in results]
+    expected = gradients(case, own, seeds)
+    into = {name: full(own[name].shape, 0.0, buffer, own[name].device) for name in case.wrt}
+    gradients(case, own, seeds, into=into)
+    for name, x in into.items():
+        a, b = x.numpy().astype(np.float64), expected[name].astype(np.float64)
+        bound = 2 * case.bound(dtype, gradient=True)
+        assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b), name
 
 
 # Pointwise ops against NumPy
@@ -285,6 +328,58 @@ def test_operators_are_the_ops():
         np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6)
 
 
+def test_numpys_numbers_are_numbers_on_either_side():
+    a = tensor(np.array([1.0, 2.0], np.float32))
+    for two in (np.float32(2), np.float64(2), np.int64(2)):
+        for x in (a, forge.Tape().leaf(a)):
+            for got, expected in (
+                (two * x, [2, 4]),
+                (x * two, [2, 4]),
+                (two + x, [3, 4]),
+                (two - x, [1, 0]),
+                (x / two, [0.5, 1]),
+                (two / x, [2, 1]),
+            ):
+                assert type(got) is type(x)
+                assert np.array(getattr(got, "value", got)).tolist() == expected
+    # NumPy would otherwise take the Tensor apart, and the tape would see nothing.
+    with pytest.raises(forge.DtypeError, match=r"\[mul\] .*ndarray"):
+        np.ones(2, np.float32) * forge.Tape().leaf(a)
+
+
+def test_where_takes_no_gradient_from_where_it_took_no_value():
+    tape = forge.Tape()
+    a, b = (tape.leaf(tensor(np.ones(3, np.float32))) for _ in range(2))
+    out = ops.where(tensor(np.array([True, False, True])), a, b)
+    grads = tape.backward(out, tensor(np.array([np.inf, np.nan, 1.0], np.float32)))
+    assert grads[a].numpy().tolist() == [np.inf, 0, 1]
+    assert np.isnan(grads[b].numpy()).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("order", [[1, 2, 0], [1, 0, 0], [0, 1, 2]])
+def test_only_the_stable_order_is_taken_as_one(order):
+    """With any other an id's rows would be several threads', which would race."""
+    ids, x = tensor([3, 1, 3]), tensor(np.ones((3, 2), np.float32))
+    for call in (
+        lambda order: ops.embedding(ids, zeros((4, 2), "float32", x.device), order=order),
+        lambda order: ops.scatter_add_rows_(zeros((4, 2), "float32", x.device), ids, x, order),
+    ):
+        with pytest.raises(forge.ArgumentError, match="the stable order that sorts the ids"):
+            call(tensor(order))
+        call(tensor([1, 0, 2]))
+
+
+@pytest.mark.parametrize("key", [True, (0, False), np.array([0, 1]), [0], 1.0, None, (..., ...)])
+def test_indices_of_other_kinds_are_refused(key):
+    with pytest.raises(forge.ShapeError, match=r"\[index\] expected ints below \d or slices"):
+        tensor(np.zeros((2, 3), np.float32))[key]
+
+
+def test_numpys_integers_are_indices():
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert tensor(x)[np.int64(1), np.int32(-1)].item() == x[1, -1]
+
+
 @given(data=st.data())
 def test_indexing_is_numpys(data):
     shape = data.draw(arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5))
@@ -319,4 +414,27 @@ def test_strict_refuses_what_the_reference_would_serve():
         with pytest.raises(forge.FallbackError, match=r"\[exp\] .*float64"):
             ops.exp(x)
         ops.exp(tensor(np.ones(3), device="reference"))
+        with pytest.raises(forge.FallbackError, match=r"\[exp\] .*float64"):
+            ops.exp(tensor(x, device="plan:cpu"))
+        # Moved, not computed with.
+        assert tensor([1, 2, 3])[1:].numpy().tolist() == [2, 3]
+        assert ops.cast(x, "float32").dtype == "float32"
     ops.exp(x)
+
+
+# What is written about them
+
+
+@pytest.mark.parametrize("name", [n for n in ops.__all__ if callable(getattr(ops, n))])
+def test_a_docstring_says_what_the_design_promises(name):
+    text = " ".join(getattr(ops, name).__doc__.split())
+    for what, pattern in (
+        ("whether it is differentiable", r"\b(D|d)ifferentiable (once|twice)\b|Not differentiable"),
+        ("which errors it raises", r"\bRaises\b"),
+        ("how accurate it is", r"[Ee]xact|[Rr]ounding|\bulp\b|[Ee]rror in|error below|ccura"),
+    ):
+        assert re.search(pattern, text), f"{name} does not say {what}"
+    primitive = getattr(getattr(ops, name), "primitive", None)
+    if primitive is not None:
+        claimed = {"twice": "ifferentiable twice", "once": "ifferentiable once", "no": "Not diff"}
+        assert claimed[primitive.differentiable] in text

@@ -1,8 +1,10 @@
 """Tensor, Device, Storage and the pool: dtypes, sharing, export, reuse."""
 
+import concurrent.futures
 import copy
 import gc
 import pickle
+import sys
 import weakref
 
 import ml_dtypes
@@ -413,3 +415,37 @@ def test_many_tensors_come_and_go():
     assert all(isinstance(x, Tensor) and isinstance(x.storage, Storage) for x in keep)
     del keep
     assert CPU.pool.in_use == before
+
+
+def test_threads_share_a_pool():
+    pool = Pool(HostMemory(), bounded=True)
+
+    def work(seed):
+        held = []
+        for number in np.random.default_rng(seed).integers(1, 5, 3000):
+            held.append((256 * int(number), pool.take(256 * int(number))))
+            held[-1][1][:8] = seed
+            if len(held) > 4:
+                size, buffer = held.pop(0)
+                assert (buffer[:8] == seed).all()
+                pool.give(size, buffer)
+        for size, buffer in held:
+            pool.give(size, buffer)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as executor:
+            list(executor.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert pool.in_use == 0
+    assert pool.held == sum(size * len(free) for size, free in pool._free.items())
+
+
+def test_a_var_is_neither_a_truth_value_nor_an_array():
+    var = Tape().leaf(forge.tensor([1.0]))
+    with pytest.raises(TapeError, match=r"\[bool\]"):
+        bool(var)
+    with pytest.raises(TapeError, match=r"\[numpy\]"):
+        np.asarray(var)

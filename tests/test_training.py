@@ -5,7 +5,8 @@ import gc
 import numpy as np
 import pytest
 
-from forge import Device, NonFiniteError, Tape, ops, tensor
+from forge import ArgumentError, Device, NonFiniteError, Tape, ops, tensor
+from forge.backends.cpu import threads
 from forge.data.loader import Loader, Validation
 from forge.models import GPT2, GPT2Config
 from forge.optim.adamw import AdamW
@@ -71,6 +72,21 @@ def test_two_runs_have_the_same_bits() -> None:
     assert first.params.flat.numpy().tobytes() == second.params.flat.numpy().tobytes()
     other = Run(seed=6)
     assert other.step(0) != first.step(0)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_any_number_of_threads_gives_the_same_bits(count: int) -> None:
+    one, many = Run(), Run()
+    before = threads.get_threads()
+    try:
+        for step in range(4):
+            threads.set_threads(1)
+            expected = one.step(step)
+            threads.set_threads(count)
+            assert many.step(step) == expected
+    finally:
+        threads.set_threads(before)
+    assert many.params.flat.numpy().tobytes() == one.params.flat.numpy().tobytes()
 
 
 def test_dropout_does_not_depend_on_micro_batches() -> None:
@@ -178,16 +194,45 @@ def test_twenty_steps_without_a_collector_keep_memory_flat() -> None:
         gc.enable()
 
 
-def test_the_plan_tells_the_peak_of_a_step() -> None:
+PLANNED = {
+    "small, with dropout": (CONFIG, 4, 24),
+    "baby": (GPT2Config(vocab_size=256, block_size=64, n_layer=4, n_head=4, n_embd=128), 12, 64),
+    "many classes": (
+        GPT2Config(vocab_size=5000, block_size=64, n_layer=2, n_head=4, n_embd=256),
+        5,
+        50,
+    ),
+    "chunks of logits": (
+        GPT2Config(vocab_size=40000, block_size=64, n_layer=1, n_head=1, n_embd=16),
+        9,
+        64,
+    ),
+    "long": (GPT2Config(vocab_size=65, block_size=300, n_layer=1, n_head=2, n_embd=32), 1, 300),
+}
+
+
+@pytest.mark.parametrize("shape", PLANNED)
+def test_the_plan_tells_the_peak_of_a_step(shape: str) -> None:
+    """Of the pool, scratch of the kernels included, in a step of two micro-batches."""
+    config, samples, length = PLANNED[shape]
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, samples, length))
     peaks = []
     for device in (Device("plan:cpu"), CPU):
-        run = Run(device=device)
-        batch = to_device(run.loader.batch(0), device)
-        state = run.state(0)
+        model = GPT2(config)
+        params = Params(model.shapes(), device)
+        params.load_(model.init(0))
+        grads, optimizer = params.zeros_like(), AdamW(params)
+        micros = [
+            Micro(*(tensor(x, device=device) for x in (part, part, order)), i * samples)
+            for i, part in enumerate(ids)
+            for order in [np.argsort(part.reshape(-1), kind="stable")]
+        ]
+        batch = Batch(micros, tensor(np.float32(1 / ids.size), device=device))
+        state = step_state(0, 0, 1e-3, device)
         gc.collect()
         before = device.pool.in_use
         device.pool.reset_peak()
-        train_step(run.model, run.params, run.grads, run.optimizer, batch, state)
+        train_step(model, params, grads, optimizer, batch, state)
         peaks.append(device.pool.peak - before)
     planned, measured = peaks
     assert planned == pytest.approx(measured, rel=0.05)
@@ -216,6 +261,8 @@ def test_frozen_parameters_stay() -> None:
     run.step(0)
     same = {name for name, value in run.params.items() if (value.numpy() == before[name]).all()}
     assert same == {"wpe.weight"}
+    with pytest.raises(ArgumentError, match="expected names of parameters, got wpe"):
+        AdamW(run.params, frozen=["wpe"])
 
 
 def test_decay_is_for_matrices_only() -> None:

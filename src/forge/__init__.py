@@ -1,6 +1,6 @@
 """Forge: a tape, ops, and GPTs that train with them."""
 
-from forge import ops
+from forge import models, ops
 from forge.autograd.check import check_grads, value_and_grad
 from forge.autograd.node import Var
 from forge.autograd.tape import Tape
@@ -16,6 +16,7 @@ from forge.errors import (
     ForgeError,
     GradientError,
     NonFiniteError,
+    OutOfMemoryError,
     ShapeError,
     TapeError,
 )
@@ -35,12 +36,14 @@ __all__ = [
     "ForgeError",
     "GradientError",
     "NonFiniteError",
+    "OutOfMemoryError",
     "ShapeError",
     "Tape",
     "TapeError",
     "Tensor",
     "Var",
     "check_grads",
+    "models",
     "ops",
     "strict",
     "tensor",

@@ -106,7 +106,9 @@ def load(path: str | Path, only: Collection[str] | None = None) -> Checkpoint:
             reason = f"expected to read {error.filename}, got: {error.strerror}"
         others = (other for other in _steps(path.parent) if other.name != path.name)
         good = next((other for other in others if _is_good(other)), None)
-        hint = "there is no other good one" if good is None else f"the newest good one is {good}"
+        hint = "there is no other good one"
+        if good is not None:
+            hint = f"the newest good one is {good}, which is resumed from once {path} is removed"
         raise CheckpointError(f"[checkpoint] {reason}; {hint}") from None
     return Checkpoint(path, body["step"], arrays, body["state"])
 

@@ -271,7 +271,7 @@ def nearest(word: str, words: Any) -> str:
     return f"did you mean {matches[0]}?" if matches else f"choose from: {', '.join(words)}"
 
 
-_KINDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+_KINDS = {int: "an integer", float: "a number", str: "a path", bool: "true or false"}
 
 
 def _typed(name: str, value: Any, where: str) -> Any:
@@ -289,7 +289,7 @@ def _typed(name: str, value: Any, where: str) -> Any:
     if float in kinds and type(value) is int:
         # TOML's integers have no bound; one that no float holds is out of every range.
         return float(value) if abs(value) < 1 << 1000 else math.inf
-    if type(value) in kinds:
+    if type(value) in kinds and value != "":
         return value
     kind = next(kind for kind in kinds if kind is not NoneType)
     raise ConfigError(

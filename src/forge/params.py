@@ -15,7 +15,7 @@ import numpy as np
 from forge import ops
 from forge.autograd.node import Var
 from forge.autograd.tape import Tape
-from forge.errors import ShapeError
+from forge.errors import ArgumentError, ShapeError
 from forge.tensor import Device, Shape, Tensor, empty, tensor, zeros
 
 # Every parameter starts at a multiple of this many elements, 256 bytes of float32: so a vector load
@@ -135,8 +135,13 @@ class Params(Mapping[str, Tensor]):
         return {name: view.numpy() for name, view in self._views.items()}
 
     def tiles(self, skip: Iterable[str] = ()) -> Tensor:
-        """int64 [m, 3]: rows (start, stop, segment) of at most `TILE` elements, none of `skip`."""
+        """int64 [m, 3]: rows (start, stop, segment) of at most `TILE` elements, none of `skip`.
+
+        Raises `ArgumentError` for a name in `skip` that is no parameter's.
+        """
         frozen = set(skip)
+        if unknown := frozen - self.keys():
+            raise ArgumentError(f"[params] expected names of parameters, got {_some(unknown)}")
         rows = [
             (start, min(start + TILE, s.offset + s.size), index)
             for index, s in enumerate(self.segments)

@@ -9,6 +9,7 @@ tells it beforehand.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from typing import Any, Protocol
 
@@ -98,15 +99,18 @@ class Pool:
     """Buffers of one device by size: bytes `in_use`, their `peak`, and bytes `held` in free lists.
 
     `memory` provides the buffers. A `bounded` pool never holds more than was ever in use: where the
-    sizes keep changing, as with prompts of every length, the old ones are returned.
+    sizes keep changing, as with prompts of every length, the old ones are returned. Python threads
+    may share it.
     """
 
-    __slots__ = ("_bounded", "_closed", "_free", "_memory", "held", "in_use", "peak")
+    __slots__ = ("_bounded", "_closed", "_free", "_lock", "_memory", "held", "in_use", "peak")
 
     def __init__(self, memory: Memory, *, bounded: bool = False) -> None:
         self._memory = memory
         self._bounded = bounded
         self._closed = False
+        # Reentrant: a collection of garbage, at any time, may give a buffer back.
+        self._lock = threading.RLock()
         self.in_use = 0
         self.peak = 0
         self.held = 0
@@ -114,15 +118,16 @@ class Pool:
 
     def take(self, size: int) -> Any:
         """A buffer of `size` bytes (a multiple of `GRANULE`), its content undefined."""
-        self.in_use += size
-        if self.in_use > self.peak:
-            self.peak = self.in_use
-        free = self._free.get(size)
-        if free:
-            self.held -= size
-            return free.pop()
-        if self._bounded and self.held > self.peak:
-            self.trim()
+        with self._lock:
+            self.in_use += size
+            if self.in_use > self.peak:
+                self.peak = self.in_use
+            free = self._free.get(size)
+            if free:
+                self.held -= size
+                return free.pop()
+            if self._bounded and self.held > self.peak:
+                self.trim()
         try:
             return self._memory.allocate(size)
         except MemoryError:
@@ -132,12 +137,13 @@ class Pool:
 
     def give(self, size: int, buffer: Any) -> None:
         """Take a buffer back; None (a plan's, or one that another library holds) only counts."""
-        self.in_use -= size
-        if buffer is not None:
-            self.held += size
-            self._free[size].append(buffer)
-            if self._closed:
-                self.trim()
+        with self._lock:
+            self.in_use -= size
+            if buffer is not None:
+                self.held += size
+                self._free[size].append(buffer)
+                if self._closed:
+                    self.trim()
 
     def reset_peak(self) -> None:
         """Measure `peak` from now on."""
@@ -145,11 +151,11 @@ class Pool:
 
     def trim(self) -> None:
         """Return every unused buffer to the system."""
-        for buffers in self._free.values():
+        with self._lock:
+            free, self._free, self.held = self._free, defaultdict(list), 0
+        for buffers in free.values():
             for buffer in buffers:
                 self._memory.release(buffer)
-        self._free.clear()
-        self.held = 0
 
     def close(self) -> None:
         """Return what is unused, and from now on each buffer as soon as it comes back."""

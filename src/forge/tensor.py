@@ -47,10 +47,10 @@ class Device:
     def __new__(cls, name: str | Device) -> Device:  # noqa: D102
         if isinstance(name, Device):
             return name
-        device = cls._known.get(name)
+        device = cls._known.get(str(name))
         if device is None:
-            device = cls._make(name)
-            cls._known[name] = device
+            device = cls._make(str(name))
+            cls._known[device.name] = device
         return device
 
     @classmethod

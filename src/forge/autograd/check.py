@@ -9,7 +9,7 @@ import numpy as np
 from forge.autograd.node import Var
 from forge.autograd.tape import Tape
 from forge.dtypes import EPSILON, FLOATING
-from forge.errors import GradientError, ShapeError
+from forge.errors import DtypeError, GradientError, ShapeError
 from forge.tensor import Tensor, tensor
 
 
@@ -57,10 +57,16 @@ def check_grads(
     fn takes the Tensors and returns one. Each floating argument is moved along a random direction
     v, and u·(fn(x + hv) - fn(x - hv)) / 2h, u random, is compared with v·(fn's gradient for the
     seed u): two evaluations, whatever the size. `order=2` checks the gradients' gradients too.
-    `step` is h, `tolerance` is relative. Raises `GradientError` with the argument and both numbers.
+    `step` is h, `tolerance` is relative. Raises `GradientError` with the argument and both numbers,
+    and `DtypeError` where there is nothing to check.
     """
     # Differences in float32 drown in rounding.
     points = [tensor(x, "float64") if _floating(x) else x for x in tensors]
+    if not any(map(_floating, points)):
+        raise DtypeError(
+            f"[check_grads] expected a floating Tensor among the arguments, got {tensors!r}; "
+            "make one with forge.tensor"
+        )
     rng = np.random.default_rng(seed)
     out = fn(*points).numpy()
     u = rng.standard_normal(out.shape)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forge.dtypes import accumulator
 from forge.errors import TapeError
 from forge.tensor import Spec, Tensor
 
@@ -31,6 +32,12 @@ class Var:
         self.tape = tape
         self.id = identity
         self.value = value
+
+    def __bool__(self) -> bool:
+        raise TapeError("[bool] expected a Tensor, got a Var; take its value: bool(x.value)")
+
+    def __array__(self, *args: Any, **keywords: Any) -> Any:
+        raise TapeError("[numpy] expected a Tensor, got a Var; take its value: x.value.numpy()")
 
     def __repr__(self) -> str:
         return f"Var({self.id}, {self.value!r})"
@@ -129,5 +136,12 @@ class NodeView:
         return name in self._node.inputs
 
     def into(self, name: str) -> Tensor | None:
-        """The buffer that this input's gradient is to be added to, or None."""
-        return self._tape.buffers.get(self._node.inputs.get(name, -1))
+        """The buffer that this input's gradient is to be added to, or None.
+
+        None too where the buffer is wider than kernels sum: then the tape adds.
+        """
+        buffer = self._tape.buffers.get(self._node.inputs.get(name, -1))
+        if buffer is None:
+            return None
+        dtype = self._node.specs[name].dtype
+        return buffer if buffer.dtype in (dtype, accumulator(dtype)) else None

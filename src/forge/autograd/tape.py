@@ -105,8 +105,8 @@ class Tape:
             self._check_recording(op.name)
         if op.rule is None:
             raise GradientError(
-                f"[{op.name}] expected Tensors, got a Var: the op is not differentiable; pass the "
-                "Var's value, or compose the op of smaller ones"
+                f"[{op.name}] expected Tensors, got a Var: the op is not differentiable; pass its "
+                f"value, compose the op of smaller ones, or give it a rule with @{op.name}.rule"
             )
         inputs, specs, attributes = {}, {}, {}
         for name, x in arguments.items():

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from forge import dtypes
+from forge.backends.kernel import Kernel
 from forge.backends.reference import KERNELS as REFERENCE
 from forge.errors import FallbackError
-from forge.pool import Memory
+from forge.pool import Memory, Pool, rounded
 from forge.tensor import Device, Tensor, tensor
 
 # Backend package by kind of device.
@@ -109,13 +110,14 @@ def report() -> list[Row]:
 
 
 def _choose(name: str, device: Device, dtype: str) -> Callable[..., Any]:
-    if device.plan:
-        return _planned
     kind = device.kind
     backend = implementation(name, kind, dtype)
     if backend != kind and _strict:
         return _forbidden(name, kind, dtype)
-    function: Callable[..., Any] = importlib.import_module(BACKENDS[backend]).KERNELS[name].load()
+    kernel: Kernel = importlib.import_module(BACKENDS[backend]).KERNELS[name]
+    if device.plan:
+        return _planned(kernel, device.pool)
+    function = kernel.load()
     return _through_host(function) if kind == "cuda" and backend == "reference" else function
 
 
@@ -142,9 +144,19 @@ def _through_host(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _planned(*args: Any, **keywords: Any) -> bool:
-    """A plan runs no kernel; as an answer, everything is finite."""
-    return True
+def _planned(kernel: Kernel, pool: Pool) -> Callable[..., Any]:
+    """What a plan runs in a kernel's place: it counts the workspace, and finds all finite."""
+    workspace = kernel.load_workspace() if kernel.workspace else None
+
+    def count(*args: Any, **keywords: Any) -> bool:
+        if workspace is not None:
+            sizes = [rounded(nbytes) for nbytes in workspace(*args, **keywords)]
+            buffers = [pool.take(size) for size in sizes]
+            for size, buffer in zip(sizes, buffers, strict=True):
+                pool.give(size, buffer)
+        return True
+
+    return count
 
 
 def _forbidden(name: str, kind: str, dtype: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from forge.cli.flags import JSON
+from forge.cli.flags import INTEGER, JSON
 from forge.cli.machine import place
 from forge.data.text import load_dataset, read_text
 from forge.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
@@ -24,9 +24,9 @@ def evaluate(
     /,
     *,
     data: Path | None = None,
-    stride: int | None = None,
+    stride: Annotated[int | None, INTEGER] = None,
     device: str = "auto",
-    threads: int | None = None,
+    threads: Annotated[int | None, INTEGER] = None,
     json_: Annotated[bool, JSON] = False,
 ) -> int:
     """Measure how well a trained model predicts a text.

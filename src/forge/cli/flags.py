@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
 
 from forge.config import FIELDS, Setting, settings
 
 
+def whole(kind: Any, tokens: Sequence[Token]) -> int:
+    """An integer as it is written: 4.5 is none, which the command line would round."""
+    text = tokens[-1].value
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f'expected an integer, got "{text}"') from None
+
+
 def _flag(setting: Setting) -> Any:
     group = Group(setting.section, sort_key=list(_SECTIONS).index(setting.section))
+    kind = FIELDS[setting.name] | None
     parameter = Parameter(
-        group=group, help=_help(setting), show_default=False, negative=(), allow_repeating=True
+        group=group,
+        help=_help(setting),
+        show_default=False,
+        negative=(),
+        allow_repeating=True,
+        converter=whole if kind == int | None else None,
     )
-    return Annotated[FIELDS[setting.name] | None, parameter]
+    return Annotated[kind, parameter]
 
 
 def _help(setting: Setting) -> str:
@@ -31,6 +47,7 @@ def _shown(value: Any) -> str:
 # A flag that may be repeated, and `--json`: their defaults go without saying.
 REPEATED = Parameter(negative=(), show_default=False)
 JSON = Parameter(name="--json", negative=(), show_default=False)
+INTEGER = Parameter(converter=whole)
 
 _SECTIONS = dict.fromkeys(setting.section for setting in settings())
 

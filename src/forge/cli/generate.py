@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from forge.cli.flags import JSON, REPEATED
+from forge.cli.flags import INTEGER, JSON, REPEATED
 from forge.cli.machine import place
 from forge.cli.stream import TextStream, printable
 from forge.data.tokenizer import Ids, Tokenizer
@@ -20,6 +20,9 @@ from forge.generate import Sampling, Token
 from forge.generate import generate as tokens_of
 from forge.run import model
 
+# Continuations that grow side by side: each has a cache of its own.
+_MOST = 10_000
+
 
 def generate(
     trained: Annotated[Path, Parameter(name="model")],
@@ -27,17 +30,17 @@ def generate(
     *,
     prompt: Annotated[tuple[str, ...], REPEATED] = (),
     prompt_file: str | None = None,
-    max_new_tokens: int = 300,
+    max_new_tokens: Annotated[int, INTEGER] = 300,
     temperature: float = 0.8,
-    top_k: int = 0,
+    top_k: Annotated[int, INTEGER] = 0,
     top_p: float = 0.95,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     stop: Annotated[tuple[str, ...], REPEATED] = (),
-    seed: int = 0,
-    n: int = 1,
+    seed: Annotated[int, INTEGER] = 0,
+    n: Annotated[int, INTEGER] = 1,
     device: str = "auto",
-    threads: int | None = None,
+    threads: Annotated[int | None, INTEGER] = None,
     json_: Annotated[bool, JSON] = False,
 ) -> int:
     """Continue a prompt with a trained model; the text appears as it is made.
@@ -76,7 +79,7 @@ def generate(
         Print one JSON document: texts, tokens and their log-probabilities under the model.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    _check(n >= 1, "--n of at least 1", n, "it is the number of continuations")
+    _check(1 <= n <= _MOST, f"--n from 1 to {_MOST}", n, "it is the number of continuations")
     _check(max_new_tokens >= 0, "--max-new-tokens of at least 0", max_new_tokens, "try 300")
     found = model.load(trained, place(device, threads))
     texts = _prompts(prompt, prompt_file)

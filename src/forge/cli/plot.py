@@ -11,6 +11,8 @@ from forge.errors import ArgumentError, DataError
 from forge.run import metrics
 
 _SUFFIXES = (".png", ".svg")
+# Lines until matplotlib's own colours begin again.
+_COLORS = 10
 
 
 def plot(runs: Annotated[tuple[Path, ...], Parameter(name="run")], /, *, out: Path) -> int:
@@ -27,11 +29,23 @@ def plot(runs: Annotated[tuple[Path, ...], Parameter(name="run")], /, *, out: Pa
         raise ArgumentError(
             f"[plot] expected --out to end in {' or '.join(_SUFFIXES)}, got {out}; rename it"
         )
+    if not out.absolute().parent.is_dir():
+        raise ArgumentError(
+            f"[plot] expected a folder for --out, got {out.parent}, which is none; make it first"
+        )
     series = {_label(run, runs): _rows(run) for run in runs}
-    figure, axes = _figure()
-    for name, rows in series.items():
-        _draw(axes, f"{name}: " if len(series) > 1 else "", rows)
-    axes.legend(frameon=False)
+    figure, axes = _figure(len(series))
+    if len(series) == 1:
+        ((name, rows),) = series.items()
+        axes.set_title(name)
+        _draw(axes, rows, "training", "held out")
+        axes.legend(frameon=False)
+    else:
+        axes.set_title("thin: training    dots: held out", fontsize="medium")
+        for name, rows in series.items():
+            _draw(axes, rows, name, None)
+        # Beside the curves: a list of names has no place among them.
+        figure.legend(frameon=False, loc="outside right upper")
     figure.savefig(out, dpi=150)
     print(f"Written to {out}")
     return 0
@@ -51,8 +65,9 @@ def _label(run: Path, runs: tuple[Path, ...]) -> str:
     return str(run) if len(set(names)) < len(names) else run.resolve().name
 
 
-def _figure() -> tuple[Any, Any]:
+def _figure(runs: int) -> tuple[Any, Any]:
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise ArgumentError(
@@ -60,6 +75,8 @@ def _figure() -> tuple[Any, Any]:
         ) from None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
+    if runs > _COLORS:
+        axes.set_prop_cycle(color=colormaps["turbo"].resampled(runs)(range(runs)))
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.25)
@@ -67,17 +84,21 @@ def _figure() -> tuple[Any, Any]:
     return figure, axes
 
 
-def _draw(axes: Any, name: str, rows: list[metrics.Row]) -> None:
+def _draw(axes: Any, rows: list[metrics.Row], training: str, held_out: str | None) -> None:
+    """Draw a run; without a label of its own, its held-out line carries the run's."""
     steps, losses = zip(*((row["step"], row["loss"]) for row in rows), strict=True)
-    held_out = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
-    alpha = 0.45 if held_out else 1.0
-    (line,) = axes.plot(steps, losses, linewidth=0.8, alpha=alpha, label=f"{name}training")
-    if held_out:
+    measured = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+    alpha = 0.45 if measured else 1.0
+    (line,) = axes.plot(steps, losses, linewidth=0.8, alpha=alpha, label=training)
+    if measured:
+        if held_out is None:
+            line.set_label(None)
         axes.plot(
-            *zip(*held_out, strict=True),
+            *zip(*measured, strict=True),
             marker="o",
             markersize=4,
             linewidth=1.8,
+            zorder=3,  # above the training of all runs
             color=line.get_color(),
-            label=f"{name}held out",
+            label=held_out or training,
         )

@@ -22,9 +22,6 @@ from forge.run.trainer import Step
 # From tokens per second to words, with two spaces behind, or to nothing.
 Mfu = Callable[[float], str]
 
-# Plain lines are for a log: none sooner after the last than this, in seconds.
-_QUIET = 2.0
-
 
 def clock(seconds: float) -> str:
     """A duration as 1:05 or 2:03:04."""
@@ -34,14 +31,13 @@ def clock(seconds: float) -> str:
 
 
 class Plain:
-    """A line now and then: step, loss, learning rate, gradient norm, rate, time left."""
+    """A line per logged step: loss, learning rate, gradient norm, rate, time left."""
 
     def __init__(self, first: int, last: int, mfu: Mfu) -> None:
         self._mfu = mfu
         self._first = first
         self._last = last
         self._start = time.monotonic()
-        self._said = self._start
 
     def __enter__(self) -> Plain:
         return self
@@ -59,12 +55,11 @@ class Plain:
         print(text, flush=True)
 
     def step(self, step: int, done: Step, tokens_per_s: float, *, logged: bool) -> None:
-        """Say where it stands, if it was logged and the last line is old enough."""
-        now = time.monotonic()
-        if not logged or (now - self._said < _QUIET and step != self._last):
+        """Say where it stands, if it was logged."""
+        if not logged:
             return
-        self._said = now
-        left = (now - self._start) / (step - self._first) * (self._last - step)
+        passed = time.monotonic() - self._start
+        left = passed / (step - self._first) * (self._last - step)
         print(
             f"step {step}/{self._last}  loss {done.loss:.4f}  lr {done.lr:.3g}  "
             f"norm {done.norm:.3g}  {tokens_per_s:,.0f} tok/s  "

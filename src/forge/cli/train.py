@@ -75,7 +75,7 @@ def _mfu(run: Session) -> Mfu:
     per_token = speed.flops_per_token(trainer.model, trainer.params)
     row(
         "MFU",
-        f"({speed.FORMULA}) operations per token, here {per_token / 1e6:.4g} million, over the "
+        f"({speed.FORMULA}) operations per token, here {per_token / 1e6:,.3g} million, over the "
         f"{peak / 1e9:,.0f} billion a second of a product of two [{size}, {size}] matrices here",
     )
     return lambda tokens_per_s: f"MFU {tokens_per_s * per_token / peak:.0%}  "

@@ -62,11 +62,17 @@ class Loader:
     """
 
     def __init__(self, tokens: Tokens, block_size: int, batch_size: int, seed: int = 0) -> None:
+        tokens = np.asarray(tokens)
         if len(tokens) <= block_size:
             raise DataError(
                 f"[data] expected at least {block_size + 1} tokens to train on "
                 f"(--block-size {block_size} and one), got {len(tokens)}; "
                 "give a longer text or a smaller --block-size"
+            )
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or batch_size < 1:
+            raise DataError(
+                "[data] expected a 1-D array of integer tokens and batch_size >= 1, got "
+                f"{tokens.dtype} {list(tokens.shape)} and {batch_size}"
             )
         self.tokens = tokens
         self.block_size = block_size

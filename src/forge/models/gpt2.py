@@ -107,10 +107,11 @@ class GPT2:
             shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
         return shapes | {"ln_f.weight": (C,), "ln_f.bias": (C,)}
 
-    def params(self, device: Device, precision: str = "fp32") -> Params:
-        """Zeros for all parameters; with precision "bf16" the model computes in bfloat16.
+    def zeros(self, device: Device, precision: str = "fp32") -> Params:
+        """Zeros for all parameters, to load `init` or a file into.
 
-        Then all but the norms' weights, which are few and steer everything, have a rounded copy.
+        With precision "bf16" the model computes in bfloat16: then all but the norms' weights, which
+        are few and steer everything, have a rounded copy.
         """
         shapes = self.shapes()
         rounded = []

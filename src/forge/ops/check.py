@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forge.autograd.node import Var
-from forge.dtypes import FLOATING, ITEMSIZE, accumulator
+from forge.dtypes import FLOATING, accumulator
 from forge.errors import ArgumentError, DeviceError, DtypeError, GradientError, ShapeError
 from forge.tensor import Device, Shape, Tensor
 
@@ -17,6 +17,7 @@ def describe(tensors: dict[str, Any]) -> str:
         if isinstance(x, Tensor)
         else f"{name}: {type(x).__name__}"
         for name, x in tensors.items()
+        if x is not None or not any(isinstance(y, Tensor) for y in tensors.values())
     )
 
 
@@ -76,12 +77,15 @@ def weights(op: str, x: Any, **args: Any) -> None:
 
 
 def buffer(op: str, name: str, x: Tensor, into: Any, expected: Shape | None = None) -> None:
-    """Raise unless `into` can be added to: of this shape, on x's device, of x's dtype or wider."""
+    """Raise unless `into` can be added to: of this shape, on x's device, of x's or its sums' dtype.
+
+    Wider buffers still are the tape's to add to: no kernel needs to know them.
+    """
     tensors(op, x=x, **{name: into})
-    if into.dtype not in FLOATING or ITEMSIZE[into.dtype] < ITEMSIZE[x.dtype]:
+    if into.dtype not in (x.dtype, accumulator(x.dtype)):
         raise DtypeError(
-            f"[{op}] expected {name} of x's dtype or wider, got {describe({'x': x, name: into})}; "
-            "convert with ops.cast"
+            f"[{op}] expected {name} of x's dtype, or float32 for a bfloat16 x, got "
+            f"{describe({'x': x, name: into})}; convert with ops.cast"
         )
     if expected is not None:
         shape(op, name, into.shape, expected)
@@ -157,6 +161,19 @@ def ids(
     that(low >= 0 and high < limit, op, f"{name} in [0, {limit})", f"{low} to {high}", hint)
 
 
+def sorts(op: str, order: Tensor, ids: Tensor) -> None:
+    """Raise `ArgumentError` unless `order`, on a host, is the stable order that sorts the ids.
+
+    Kernels give each run of equal ids to one thread: two runs of one id would be a race.
+    """
+    if order.array is None or order.device.kind not in ("cpu", "reference"):
+        return
+    places = order.array.reshape(-1)
+    row = ids.array.reshape(-1)[places]
+    ascending = (row[1:] > row[:-1]) | ((row[1:] == row[:-1]) & (places[1:] > places[:-1]))
+    that(bool(ascending.all()), op, "the stable order that sorts the ids", "another")
+
+
 # The hint where the ids are tokens.
 VOCABULARY = "the tokenizer and the model's vocabulary differ"
 
@@ -182,5 +199,5 @@ def position(op: str, x: Tensor, pos: Any, batch: int, length: int, room: int) -
         op,
         f"positions in [0, {room})",
         f"{first} to {last + length - 1}",
-        "the context is full",
+        f"there is room for {room}, such as the model's block_size",
     )

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from forge.autograd.node import NodeView, Primitive, Var
 from forge.autograd.tape import Tape
-from forge.errors import ArgumentError
+from forge.errors import ArgumentError, DtypeError
 from forge.tensor import Tensor
 
 __all__ = ["Op", "Record", "op"]
@@ -85,8 +85,13 @@ def op(
             result = by_name(**arguments)
             if result.__class__ is tuple:
                 made.update(zip(outputs, result, strict=True))
-            else:
+            elif result.__class__ is Tensor:
                 made[outputs[0]] = result
+            else:
+                raise DtypeError(
+                    f"[{primitive.name}] expected its body to return a Tensor, got "
+                    f"{type(result).__name__}; fill one of forge.extend.empty_like(x)"
+                )
             return made
 
         primitive = Primitive(

@@ -30,7 +30,8 @@ def embedding(
     wte [V, C] of which the first `rows` are tokens (all by default), wpe [N, C] or None; `pos` is
     an int or int64 [B]. `order` is the stable order that sorts the ids, for the gradient, which
     adds rows in it; without it the rule sorts. Differentiable once in wte and wpe. Raises
-    ShapeError, DtypeError, ArgumentError for an id or a position out of range. One rounding.
+    ShapeError, DtypeError, ArgumentError for an id or a position out of range, or another order.
+    One rounding.
     """
     check.integers("embedding", ids=ids, order=order)
     check.floating("embedding", wte=wte, wpe=wpe)
@@ -80,8 +81,9 @@ def scatter_add_rows_(out: Tensor, ids: Tensor, x: Tensor, order: Tensor | None 
     """out[ids[n]] += x[n] for every n, in increasing n: out [V, C], ids int64 [N], x [N, C].
 
     `order` is the stable order that sorts the ids; without it the op sorts. out's dtype is x's or
-    wider. In place; returns out. Not differentiable: see scatter_rows. Raises ShapeError,
-    DtypeError, ArgumentError for an id out of range.
+    that of its sums. In place; returns out. Not differentiable: see scatter_rows. Raises
+    ShapeError, DtypeError, ArgumentError for an id out of range or another order. One rounding an
+    addition.
     """
     check.integers("scatter_add_rows_", ids=ids, order=order)
     check.floating("scatter_add_rows_", x=x)
@@ -101,6 +103,7 @@ def _check_order(name: str, ids: Tensor, order: Tensor | None) -> None:
     if order is not None:
         check.shape(name, "order", (order.size,), (ids.size,))
         check.ids(name, "order", order, ids.size)
+        check.sorts(name, order, ids)
 
 
 def _order(ids: Tensor, order: Tensor | None) -> Tensor:
@@ -115,8 +118,8 @@ def _order(ids: Tensor, order: Tensor | None) -> Tensor:
 def add_positions_(out: Tensor, x: Tensor, pos: int | Tensor = 0) -> Tensor:
     """out[pos[b] + t] += x[b, t], in the order of b: out [N, C], x [B, T, C], pos int or int64 [B].
 
-    out's dtype is x's or wider. In place; returns out. Not differentiable. Raises ShapeError,
-    DtypeError, ArgumentError for a position out of range.
+    out's dtype is x's or that of its sums. In place; returns out. Not differentiable. Raises
+    ShapeError, DtypeError, ArgumentError for a position out of range. One rounding an addition.
     """
     check.floating("add_positions_", x=x)
     check.buffer("add_positions_", "out", x, out)
@@ -133,7 +136,8 @@ def add_positions_(out: Tensor, x: Tensor, pos: int | Tensor = 0) -> Tensor:
 def scatter_rows(x: Tensor, ids: Tensor, rows: int) -> Tensor:
     """Zeros [rows, C] with x[n] added at row ids[n], in increasing n: take's transpose.
 
-    x [N, C] floating, ids int64 of N elements. Differentiable twice. Raises as scatter_add_rows_.
+    x [N, C] floating, ids int64 of N elements. Differentiable twice. Raises and accuracy as
+    scatter_add_rows_.
     """
     check.integers("scatter_rows", ids=ids)
     check.floating("scatter_rows", x=x)

@@ -9,6 +9,7 @@ from forge.backends.registry import kernels
 from forge.errors import ShapeError
 from forge.ops import check
 from forge.ops.define import Record, op
+from forge.ops.pointwise import gelu as gelu_of
 from forge.ops.pointwise import gelu_backward
 from forge.ops.reduce import sum_rows
 from forge.ops.shape import reshape
@@ -164,7 +165,5 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 
 @linear.remake("out", needs=("pre",))
 def _(node: Any) -> Tensor:
-    from forge.ops.pointwise import gelu
-
-    result: Tensor = gelu(node.pre, form=node.gelu)
+    result: Tensor = gelu_of(node.pre, form=node.gelu)
     return result

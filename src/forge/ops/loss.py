@@ -113,8 +113,8 @@ def cross_entropy_backward(
         ignore_index,
         check.VOCABULARY,
     )
-    check.tensors("cross_entropy_backward", logits=logits, lse=lse, dloss=dloss)
-    check.floating("cross_entropy_backward", lse=lse)
+    check.weights("cross_entropy_backward", logits, lse=lse)
+    check.tensors("cross_entropy_backward", logits=logits, dloss=dloss)
     check.floating("cross_entropy_backward", dloss=dloss)
     check.shape("cross_entropy_backward", "lse", lse.shape, (targets.size,))
     check.shape("cross_entropy_backward", "dloss", dloss.shape, ())
@@ -192,9 +192,10 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
         raise check.no_gradient("linear_cross_entropy", "weight", "multiply the loss instead")
     dwte = None
     if node.wants("wte"):
-        into = node.into("wte")
+        into, dtype = node.into("wte"), node.spec("wte").dtype
+        if into is not None and into.dtype != node.dwte.dtype:
+            into = None  # A bfloat16 one: the tape adds the rounded gradient.
         dwte = scale(node.dwte, dy, into=into)
-        dtype = node.spec("wte").dtype
         if into is None and dtype != dwte.dtype:
             dwte = cast(dwte, dtype)
     return {"x": scale(node.dx, dy) if node.wants("x") else None, "wte": dwte}

@@ -5,24 +5,29 @@ from __future__ import annotations
 import builtins
 from typing import Any
 
+import numpy as np
+
 from forge.autograd.node import Var
 from forge.autograd.tape import Tape
 from forge.backends.registry import kernels
+from forge.dtypes import accumulator
 from forge.errors import ShapeError
 from forge.ops.linear import matmul
-from forge.ops.pointwise import add, div, mul, neg, scale, sub
+from forge.ops.pointwise import add, cast, div, mul, neg, scale, sub
 from forge.ops.reduce import sum_to
 from forge.ops.shape import reshape, slice, take
 from forge.tensor import Tensor, tensor
 
+NUMBER = int | float | np.number
+
 
 def _lift(x: Any, like: Any) -> Any:
     """A number as a scalar Tensor of `like`'s dtype and device."""
-    return tensor(x, like.dtype, like.device) if isinstance(x, int | float) else x
+    return tensor(x, like.dtype, like.device) if isinstance(x, NUMBER) else x
 
 
 def _times(x: Any, y: Any) -> Any:
-    return scale(x, y) if isinstance(y, int | float) else mul(x, y)
+    return scale(x, float(y)) if isinstance(y, NUMBER) else mul(x, y)
 
 
 def index(x: Any, key: Any) -> Any:
@@ -33,8 +38,9 @@ def index(x: Any, key: Any) -> Any:
     if isinstance(key, Tensor):
         return take(x, key)
     keys = list(key) if isinstance(key, tuple) else [key]
-    if Ellipsis in keys:
-        at = keys.index(Ellipsis)
+    # By identity: to compare with an array is to ask it for its truth.
+    at = next((i for i, k in enumerate(keys) if k is Ellipsis), None)
+    if at is not None:
         keys[at : at + 1] = [builtins.slice(None)] * (len(x.shape) - len(keys) + 1)
     keys += [builtins.slice(None)] * (len(x.shape) - len(keys))
     if len(keys) > len(x.shape):
@@ -45,8 +51,8 @@ def index(x: Any, key: Any) -> Any:
             first, stop, stride = k.indices(size)
             count = len(range(first, stop, stride))
             kept.append(count)
-        elif isinstance(k, int) and -size <= k < size:
-            first, stride, count = k % size, 1, 1
+        elif isinstance(k, int | np.integer) and not isinstance(k, bool) and -size <= k < size:
+            first, stride, count = int(k) % size, 1, 1
         else:
             raise ShapeError(f"[index] expected ints below {size} or slices, got {k!r}")
         if stride < 1:
@@ -71,11 +77,13 @@ OPERATORS = {
     "__neg__": lambda x: neg(x),
     "__matmul__": lambda x, y: matmul(x, y),
     "__getitem__": index,
+    # NumPy's numbers and arrays on the left leave the operation to ours, instead of making arrays.
+    "__array_ufunc__": None,
     "__iter__": lambda x: (index(x, i) for i in range(x.shape[0])),
 }
 
-for _name, _function in OPERATORS.items():
-    for _class in (Tensor, Var):
+for _class in (Tensor, Var):
+    for _name, _function in OPERATORS.items():
         setattr(_class, _name, _function)
 
 
@@ -87,6 +95,8 @@ class _Arithmetic:
 
     @staticmethod
     def add_(a: Tensor, b: Tensor) -> None:
+        # As `check.buffer`: no kernel adds to what is wider still.
+        b = b if a.dtype in (b.dtype, accumulator(b.dtype)) else cast(b, a.dtype)
         kernels(b).accumulate(b, out=a)
         a.storage.version += 1
 

@@ -15,7 +15,7 @@ from forge.backends.registry import kernels
 from forge.errors import DtypeError, ShapeError
 from forge.ops import check
 from forge.ops.define import Record, op
-from forge.tensor import Shape, Tensor, empty, empty_like, tensor
+from forge.tensor import Shape, Tensor, empty, empty_like, tensor, zeros
 
 GELU_K = math.sqrt(2.0 / math.pi)
 GELU_C = 0.044715
@@ -236,7 +236,8 @@ def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 @where.rule
 def _(node: Any, dy: Any) -> dict[str, Any]:
-    zero = scale(dy, 0.0)
+    # Not 0 dy: that is NaN where dy is not finite, though the value was not taken there.
+    zero = zeros(dy.shape, dy.dtype, dy.device)
     return {
         "a": where(node.condition, dy, zero) if node.wants("a") else None,
         "b": where(node.condition, zero, dy) if node.wants("b") else None,
@@ -245,9 +246,9 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 
 @op()
 def cast(x: Tensor, dtype: str) -> Tensor:
-    """x in another dtype, rounded to nearest even. Differentiable twice between floating dtypes.
+    """x in another dtype, to the nearest, ties to even. Differentiable twice between floating ones.
 
-    Raises DtypeError.
+    Raises DtypeError. One rounding.
     """
     check.tensors("cast", x=x)
     out = empty(x.shape, dtypes.check("cast", dtype), x.device)
@@ -334,7 +335,8 @@ def dropout(
     p = 0, x itself comes back. x's first dimension holds `samples` samples, from number
     `first_sample` of the step's whole batch on: so the mask does not depend on the micro-batches.
     `key` is an int64 Tensor [2] (seed, step), or an int meaning (int, 0); `site` tells the calls of
-    one step apart. Nothing is saved. Differentiable twice. Raises ArgumentError, DtypeError.
+    one step apart. Nothing is saved. Differentiable twice. Raises ArgumentError, DtypeError. Two
+    roundings: of 1 / (1 - p), and of the product.
     """
     if p == 0.0:
         return x

@@ -20,7 +20,7 @@ Axis = int | tuple[int, ...] | None
 def sum_rows(x: Tensor, *, into: Tensor | None = None) -> Tensor:
     """The sum over all but the last dimension: [..., C] -> [C], floating.
 
-    With `into` [C], of x's dtype or wider, it is added there. Differentiable twice.
+    With `into` [C], of x's dtype or that of its sums, it is added there. Differentiable twice.
     Raises ShapeError, DtypeError. Relative error in float32 about 1e-6.
     """
     check.floating("sum_rows", x=x)

@@ -1,4 +1,4 @@
-"""Shape ops: elements moved, none changed. All are exact and differentiable twice."""
+"""Shape ops: elements moved, none changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge.tensor import Shape, Tensor, empty, zeros
 def reshape(x: Tensor, shape: Shape) -> Tensor:
     """x's elements in another shape, sharing its storage; one size may be -1.
 
-    Any dtype. Raises ShapeError.
+    Any dtype. Differentiable twice. Raises ShapeError. Exact.
     """
     check.tensors("reshape", x=x)
     shape = tuple(shape)
@@ -41,7 +41,7 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 def transpose(x: Tensor, axes: tuple[int, ...] | None = None) -> Tensor:
     """x with its dimensions in the order `axes`, reversed by default; a copy. Any dtype.
 
-    Raises ShapeError.
+    Differentiable twice. Raises ShapeError. Exact.
     """
     check.tensors("transpose", x=x)
     axes = tuple(range(x.ndim))[::-1] if axes is None else axes
@@ -65,7 +65,7 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 def slice(x: Tensor, start: Shape, shape: Shape, step: Shape | None = None) -> Tensor:
     """`shape` elements of x, every `step`-th from `start` on, per dimension; a copy. Any dtype.
 
-    Raises ShapeError.
+    Differentiable twice. Raises ShapeError. Exact.
     """
     check.tensors("slice", x=x)
     step = (1,) * x.ndim if step is None else step
@@ -84,7 +84,7 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 def unslice(dy: Tensor, start: Shape, shape: Shape, step: Shape | None = None) -> Tensor:
     """Zeros of `shape` with dy where `slice` reads: slice's transpose. Any dtype.
 
-    Raises ShapeError.
+    Differentiable twice. Raises ShapeError. Exact.
     """
     check.tensors("unslice", dy=dy)
     step = (1,) * dy.ndim if step is None else step
@@ -118,7 +118,8 @@ def _check_window(name: str, whole: Shape, start: Shape, shape: Shape, step: Sha
 def concat(*xs: Tensor, axis: int = 0) -> Tensor:
     """The xs one after the other along `axis`; their other sizes are equal. One dtype.
 
-    Raises ShapeError, DtypeError, DeviceError.
+    Differentiable twice. Raises ShapeError, DtypeError, DeviceError, and ArgumentError for none.
+    Exact.
     """
     check.that(bool(xs), "concat", "at least one Tensor", "none")
     named = {f"xs{i}": x for i, x in enumerate(xs)}
@@ -154,7 +155,7 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 def broadcast_to(x: Tensor, shape: Shape) -> Tensor:
     """x repeated to `shape`, over dimensions it lacks or has once; a copy. Floating.
 
-    Raises ShapeError, DtypeError.
+    Differentiable twice. Raises ShapeError, DtypeError. Exact.
     """
     check.floating("broadcast_to", x=x)
     shape = tuple(shape)
@@ -180,7 +181,8 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 def take(x: Tensor, ids: Tensor) -> Tensor:
     """Rows of x: x [N, …], ids int64 of any shape -> ids.shape + x.shape[1:]. Any dtype.
 
-    Raises ShapeError, DtypeError, ArgumentError for an id outside [0, N).
+    Differentiable twice. Raises ShapeError, DtypeError, ArgumentError for an id outside [0, N).
+    Exact.
     """
     check.tensors("take", x=x, ids=ids)
     check.integers("take", ids=ids)

@@ -16,7 +16,8 @@ class AdamW:
 
     Decay applies to parameters of rank 2, the matrices and embeddings, and to no norm or bias.
     `max_norm` scales gradients down to that global norm (None: never); `frozen` names parameters
-    that stay. `step` counts the updates made: a device scalar, as are all inputs of an update.
+    that stay, and raises `ArgumentError` for others. `step` counts the updates made: a device
+    scalar, as are all inputs of an update.
     """
 
     def __init__(

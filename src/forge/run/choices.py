@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ def choose(config: Config, frozen: Mapping[str, Any]) -> Choices:
     reasons: dict[str, str] = {}
     device = _device(config, frozen, reasons)
     threads = use_threads(device, config.threads)
-    reasons["threads"] = "as --threads says" if config.threads else "as many as cores"
+    reasons["threads"] = _threads_reason(config)
     if config.precision == "bf16" and device.kind != "cuda":
         raise ConfigError(
             f"[train] expected --precision fp32 on {device.name}, got bf16; "
@@ -125,11 +126,11 @@ def changed_versions(frozen: Mapping[str, Any], now: Mapping[str, str]) -> list[
 
 def plan_step(config: Config, device: Device, micro_batch: int) -> int:
     """Bytes that training needs at its peak: a step, and the snapshot of a checkpoint."""
-    plan = Device(f"plan:{'cpu' if device.kind == 'reference' else device.kind}")
+    plan = Device(f"plan:{device.kind}")
     before = plan.pool.in_use
     plan.pool.reset_peak()
     model = model_of(config)
-    params = model.params(plan, config.precision)
+    params = model.zeros(plan, config.precision)
     grads, optimizer = params.zeros_like(), optimizer_of(config, params)
     shape = (micro_batch, config.block_size)
 
@@ -171,6 +172,13 @@ def _device(config: Config, frozen: Mapping[str, Any], reasons: dict[str, str]) 
         return Device(str(frozen["device"]))
     device, reasons["device"] = find_device(config.device)
     return device
+
+
+def _threads_reason(config: Config) -> str:
+    if config.threads:
+        return "as --threads says"
+    named = os.environ.get("NUMBA_NUM_THREADS")
+    return "as NUMBA_NUM_THREADS says" if named else "as many as cores"
 
 
 def _micro_batch(

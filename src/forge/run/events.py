@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,20 +13,33 @@ from forge.run.metrics import Row
 
 
 class Events:
-    """The event file of a run; after a resume, TensorBoard drops what came after `step`."""
+    """The event file of a run; after a resume, TensorBoard drops what came after `step`.
+
+    Written by the calling thread: tensorboardX's own thread dies of a full disk with a traceback,
+    and then blocks who writes to it for ever.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._writer = _tensorboardx().SummaryWriter(str(folder), purge_step=step + 1)
+        tensorboardx = _tensorboardx()
+        self._event = tensorboardx.proto.event_pb2.Event
+        self._scalar = tensorboardx.summary.scalar
+        self._writer = tensorboardx.event_file_writer.EventsWriter(str(folder / "events"))
+        log = tensorboardx.proto.event_pb2.SessionLog
+        self._write(step + 1, session_log=log(status=log.START))
 
     def write(self, row: Row) -> None:
         """Add the numbers of a row, each under its name."""
         for name, value in row.items():
             if name != "step":
-                self._writer.add_scalar(name, value, row["step"])
+                self._write(row["step"], summary=self._scalar(name, value))
+        self._writer.flush()
 
     def close(self) -> None:
         """Flush and close the file."""
         self._writer.close()
+
+    def _write(self, step: int, **content: Any) -> None:
+        self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))
 
 
 def _tensorboardx() -> Any:
@@ -32,9 +47,10 @@ def _tensorboardx() -> Any:
     before: ModuleType | None = sys.modules.get("torch")
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        import tensorboardX  # type: ignore[import-untyped]
+        for name in ("event_file_writer", "proto.event_pb2", "summary"):
+            importlib.import_module(f"tensorboardX.{name}")
     finally:
         del sys.modules["torch"]
         if before is not None:
             sys.modules["torch"] = before
-    return tensorboardX
+    return sys.modules["tensorboardX"]

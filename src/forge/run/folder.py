@@ -34,7 +34,13 @@ class RunFolder:
         self.frozen = path / "frozen.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ConfigError(
+                f"[run] expected a folder, got {path}, which is a file or lies in one; "
+                "give another --out"
+            ) from None
         self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         if not _try_lock(self._lock):
             os.close(self._lock)

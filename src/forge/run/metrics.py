@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from forge import durable
 from forge.errors import DataError
 
 Row = dict[str, Any]
@@ -62,9 +63,7 @@ def cut(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [row for row in read(path) if row["step"] <= step]
-    temp = path.with_name(f".{path.name}.tmp")
-    temp.write_bytes(b"".join(_line(row) for row in kept))
-    temp.replace(path)
+    durable.replace(path, b"".join(map(_line, kept)).decode())
 
 
 def _line(row: Row) -> bytes:

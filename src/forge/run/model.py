@@ -36,6 +36,6 @@ def load(path: str | Path, device: Device) -> Trained:
     stored = read(saved)
     config = stored.config
     model = model_of(config)
-    params = model.params(device, config.precision if device.kind == "cuda" else "fp32")
+    params = model.zeros(device, config.precision if device.kind == "cuda" else "fp32")
     params.load_(saved.arrays[MODEL])
     return Trained(model, params, stored.tokenizer, config, saved.path, saved.step)

@@ -82,7 +82,7 @@ class Trainer:
         self.device = device
         self.micro_batch = micro_batch
         self.model = model_of(config)
-        self.params = self.model.params(device, config.precision)
+        self.params = self.model.zeros(device, config.precision)
         self.optimizer = optimizer_of(config, self.params)
         self.grads = self.params.zeros_like()
         self.loader = Loader(dataset.train, config.block_size, config.batch_size, config.seed)

@@ -1,10 +1,11 @@
 """The CPU backend: float32 kernels by Numba, products by OpenBLAS.
 
-What is absent from `FAMILIES`, and every other dtype, is served by the reference, and
-`forge kernels` says so.
+What only moves elements takes every dtype. All else that is absent here, or of another dtype, is
+served by the reference, and `forge kernels` says so.
 """
 
 from forge.backends.kernel import table
+from forge.dtypes import NUMPY
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "pointwise": (
@@ -19,13 +20,10 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "exp",
         "log",
         "tanh",
-        "where",
-        "cast",
         "gelu",
         "gelu_backward",
         "dropout",
     ),
-    "shape": ("transpose", "slice", "unslice", "concat", "broadcast_to", "take"),
     "linear": ("matmul", "linear"),
     "reduce": ("sum_rows", "sum_to", "max", "finite", "extent"),
     "norm": ("layernorm", "layernorm_backward", "add_layernorm", "add_layernorm_backward"),
@@ -46,4 +44,26 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "update": ("global_norm", "all_finite", "adamw"),
 }
 
-KERNELS = table("forge.backends.cpu", FAMILIES, frozenset({"float32"}))
+MOVERS: dict[str, tuple[str, ...]] = {
+    "pointwise": ("where", "cast"),
+    "shape": ("transpose", "slice", "unslice", "concat", "broadcast_to", "take"),
+}
+
+WORKSPACE = (
+    "matmul",
+    "linear",
+    "layernorm",
+    "layernorm_backward",
+    "add_layernorm",
+    "add_layernorm_backward",
+    "attention",
+    "attention_backward",
+    "cached_attention",
+    "cross_entropy",
+    "linear_cross_entropy",
+)
+
+KERNELS = {
+    **table("forge.backends.cpu", FAMILIES, frozenset({"float32"}), WORKSPACE),
+    **table("forge.backends.cpu", MOVERS, frozenset(NUMPY)),
+}

@@ -259,9 +259,24 @@ def attention_backward(
     )
 
 
-def attention_workspace(heads: int, T: int, D: int) -> int:
-    """Bytes of scratch of `attention` over `heads` = B H; `attention_backward` takes twice that."""
-    return sum(4 * math.prod(shape) for shape in _scratch(heads, T, D))
+def attention_workspace(
+    qkv: Tensor, key: Any, *, out: Tensor, lse: Any, n_head: int, **_: Any
+) -> tuple[int, ...]:
+    """Bytes of the scratch, and of an lse that nobody asked for."""
+    B, T, C = out.shape
+    if out.size == 0:
+        return ()
+    heads = B * n_head
+    unasked = () if lse is not None else ((heads, T),)
+    return _nbytes(*unasked, *_scratch(heads, T, C // n_head))
+
+
+def attention_backward_workspace(
+    qkv: Tensor, out: Tensor, *rest: Any, n_head: int, **_: Any
+) -> tuple[int, ...]:
+    """Bytes of the scratch."""
+    B, T, C = out.shape
+    return _nbytes(*_scratch(B * n_head, T, C // n_head, 2)) if out.size else ()
 
 
 def _scratch(heads: int, keys: int, D: int, *sets: int) -> tuple[Shape, Shape]:
@@ -271,6 +286,10 @@ def _scratch(heads: int, keys: int, D: int, *sets: int) -> tuple[Shape, Shape]:
         (workers, *sets, panels(keys), D, LANES),
         (workers, *sets, SCRATCH_ROWS, stride(keys)),
     )
+
+
+def _nbytes(*shapes: Shape) -> tuple[int, ...]:
+    return tuple(4 * math.prod(shape) for shape in shapes)
 
 
 def _dropout(key: Tensor | None, site: int, first_sample: int, p: float) -> tuple[Any, Any]:
@@ -348,6 +367,19 @@ def cached_attention(
         s.array,
         *_dropout(None, 0, 0, 0.0),
     )
+
+
+def cached_attention_workspace(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Any, *, out: Tensor, n_head: int
+) -> tuple[int, ...]:
+    """Bytes of the scratch; with several queries a sample also of their lse."""
+    B, T, C = q.shape
+    heads, N = B * n_head, k_cache.shape[2]
+    if q.size == 0:
+        return ()
+    if T == 1:
+        return _nbytes((min(heads, threads.get_threads()), N))
+    return _nbytes(*_scratch(heads, N, C // n_head), (heads, T))
 
 
 def kv_append(

@@ -45,8 +45,8 @@ _PARALLEL = {
     "fusion": False,
     "prange": True,
 }
-# Cache folders of other versions that are kept, the newest ones.
-_KEEP = 3
+# Cache folders of other versions that are kept, the newest ones; each is about 2 MB.
+_KEEP = 12
 _COMPLETE = "complete"
 # More processes would each import Numba to compile a kernel or two.
 _MOST_WORKERS = 8

@@ -25,14 +25,14 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import get_thread_id, prange
+from numba import prange
 
 from forge.backends.cpu import threads
 from forge.backends.cpu.blas import core, link, sgemm
 from forge.backends.cpu.few_rows import ARRAYS, few_rows, gelu_row, put
 from forge.backends.cpu.jit import kernel, routine
 from forge.backends.cpu.pointwise import gelu_array
-from forge.tensor import Tensor
+from forge.tensor import Device, Shape, Tensor, empty
 
 f32 = np.float32
 Array = np.ndarray
@@ -54,7 +54,6 @@ _LINE = 16
 _FEW = 8
 _NONE = np.zeros((0, 0, 0), f32)
 _NO_BIAS = np.zeros(0, f32)
-_NO_SCRATCH = np.zeros((1, 0), f32)
 _ONE = f32(1.0)
 
 
@@ -127,7 +126,7 @@ def product(
         trans_a, trans_b, K = False, False, 1
         a = np.zeros((*out.shape[:-2], M, 1), f32)
         b = np.zeros((*out.shape[:-2], 1, N), f32)
-    few = M <= _FEW and out.ndim == 2 and not trans_a
+    few = _few(out.shape, trans_a)
     if out.ndim == 2:
         a, b, out = a[None], b[None], out[None]
         pre = _NONE if pre is None else pre[None]
@@ -140,9 +139,10 @@ def product(
         return
     workers = threads.get_threads()
     grid = _grid(out.shape[0], M, N, K, trans_a, workers if core() in _PROVEN else 2)
-    scratch = _NO_SCRATCH
-    if grid.padded:
-        scratch = np.empty((workers, grid.padded * (K + grid.width)), f32)
+    shape = workers, grid.padded * (K + grid.width)
+    # From the pool: this much fresh memory would cost a page fault for every 4 KiB.
+    pooled = empty(shape, "float32", Device("cpu")) if grid.padded else None
+    scratch = np.empty(shape, f32) if pooled is None else pooled.array
     _tiles(
         a,
         b,
@@ -159,6 +159,36 @@ def product(
         grid.rows,
         grid.columns,
     )
+
+
+def _few(shape: Shape, trans_a: bool) -> bool:
+    """Whether `few_rows` makes an out of this shape."""
+    return len(shape) == 2 and shape[0] <= _FEW and not trans_a
+
+
+def product_workspace(shape: Shape, K: int, trans_a: bool = False) -> int:
+    """Bytes of scratch that `product` takes for an out of this shape."""
+    if K == 0:
+        trans_a, K = False, 1
+    if 0 in shape or _few(shape, trans_a):
+        return 0
+    G, M, N = shape if len(shape) == 3 else (1, *shape)
+    workers = threads.get_threads()
+    grid = _grid(G, M, N, K, trans_a, workers if core() in _PROVEN else 2)
+    return 4 * workers * grid.padded * (K + grid.width)
+
+
+def matmul_workspace(
+    a: Tensor, *rest: Any, out: Tensor, trans_a: bool, **_: Any
+) -> tuple[int, ...]:
+    """Bytes of the scratch."""
+    nbytes = product_workspace(out.shape, a.shape[-2] if trans_a else a.shape[-1], trans_a)
+    return (nbytes,) if nbytes else ()
+
+
+def linear_workspace(x: Tensor, *rest: Any, out: Tensor, **_: Any) -> tuple[int, ...]:
+    """Bytes of the scratch."""
+    return matmul_workspace(x, out=out, trans_a=False)
 
 
 def _second_pass(pre: Array, out: Array, gelu: str | None) -> None:
@@ -248,25 +278,33 @@ def _tiles(
     G, M, N = out.shape
     lines = (N + _LINE - 1) // _LINE
     target = pre if pre.size else out
-    # Row tiles of the same columns follow each other: their part of B stays in the cache, and the
-    # padded ones are spread over the threads.
-    for t in prange(G * columns * rows):
-        r = t % rows
-        c = t // rows % columns
-        g = t // rows // columns
-        i0 = r * groups // rows * _GROUP
-        i1 = (r + 1) * groups // rows * _GROUP
-        j0 = c * lines // columns * _LINE
-        j1 = min(N, (c + 1) * lines // columns * _LINE)
-        if trans_a or i1 <= M:
-            i1 = min(M, i1)
-            _whole(a[g], b[g], bias, target[g], i0, i1, j0, j1, trans_a, trans_b, alpha, accumulate)
-        else:
-            own = scratch[get_thread_id() % scratch.shape[0]]
-            _padded(a[g], b[g], bias, target[g], own, i0, i1, j0, j1, trans_b, alpha, accumulate)
-        if gelu:
-            for i in range(i0, min(M, i1)):
-                gelu_row(target[g, i, j0:j1], out[g, i, j0:j1], pre.size > 0)
+    tiles = G * columns * rows
+    workers = scratch.shape[0]
+    # A worker, not a thread, owns scratch: the pool may have more threads than Forge was given,
+    # where other code has set Numba's number. Row tiles of the same columns follow each other:
+    # their part of B stays in the cache, and the padded ones are spread over the workers.
+    for worker in prange(workers):
+        own = scratch[worker]
+        for t in range(worker * tiles // workers, (worker + 1) * tiles // workers):
+            r = t % rows
+            c = t // rows % columns
+            g = t // rows // columns
+            i0 = r * groups // rows * _GROUP
+            i1 = (r + 1) * groups // rows * _GROUP
+            j0 = c * lines // columns * _LINE
+            j1 = min(N, (c + 1) * lines // columns * _LINE)
+            if trans_a or i1 <= M:
+                i1 = min(M, i1)
+                _whole(
+                    a[g], b[g], bias, target[g], i0, i1, j0, j1, trans_a, trans_b, alpha, accumulate
+                )
+            else:
+                _padded(
+                    a[g], b[g], bias, target[g], own, i0, i1, j0, j1, trans_b, alpha, accumulate
+                )
+            if gelu:
+                for i in range(i0, min(M, i1)):
+                    gelu_row(target[g, i, j0:j1], out[g, i, j0:j1], pre.size > 0)
 
 
 @routine

@@ -10,7 +10,7 @@ import numpy as np
 from numba import prange
 
 from forge.backends.cpu.jit import kernel, routine
-from forge.backends.cpu.linear import matmul
+from forge.backends.cpu.linear import matmul, product_workspace
 from forge.backends.cpu.mathlib import exp, maximum
 from forge.tensor import Tensor, empty
 
@@ -139,7 +139,14 @@ def cross_entropy(
     losses = empty(targets.shape, logits.dtype, logits.device)
     lse = empty(targets.shape, logits.dtype, logits.device) if lse is None else lse
     _losses(logits.array, targets.array, ignore_index, lse.array, losses.array)
-    _weighted_sum(losses.array, weight.array.reshape(1), out.array.reshape(1))
+    _weighted_sum(losses.array, _scalar(weight), out.array.reshape(1))
+
+
+def cross_entropy_workspace(
+    logits: Tensor, targets: Tensor, weight: Tensor, *, lse: Tensor | None, **_: Any
+) -> tuple[int, ...]:
+    """Bytes of the losses, and of an lse that nobody asked for."""
+    return (4 * targets.size,) * (1 if lse is not None else 2)
 
 
 def cross_entropy_backward(
@@ -158,8 +165,8 @@ def cross_entropy_backward(
         targets.array,
         ignore_index,
         lse.array,
-        weight.array.reshape(1),
-        dloss.array.reshape(1),
+        _scalar(weight),
+        _scalar(dloss),
         dlogits.array,
     )
 
@@ -192,9 +199,7 @@ def linear_cross_entropy(
             lse = empty((count,), x.dtype, x.device)
             _losses(block.array, counted, ignore_index, lse.array, its_losses)
             continue
-        _losses_and_gradients(
-            block.array, counted, ignore_index, weight.array.reshape(1), its_losses
-        )
+        _losses_and_gradients(block.array, counted, ignore_index, _scalar(weight), its_losses)
         if dx is not None:
             _product(block, wte, dx.view((count, C), start * C), b_rows=rows)
         if dwte is not None:
@@ -202,12 +207,37 @@ def linear_cross_entropy(
     if dwte is not None:
         # Without a chunk nothing has written the rest.
         dwte.array[rows if N else 0 :] = 0
-    _weighted_sum(losses.array, weight.array.reshape(1), out.array.reshape(1))
+    _weighted_sum(losses.array, _scalar(weight), out.array.reshape(1))
 
 
-def linear_cross_entropy_workspace(N: int, rows: int) -> int:
-    """Bytes that linear_cross_entropy holds beside its results: mostly a chunk of logits."""
-    return 4 * (min(N, chunk_rows(rows)) * rows + N)
+def _scalar(x: Tensor) -> np.ndarray:
+    """A weight as the kernels take it; it need not be of the logits' dtype."""
+    array: np.ndarray = x.array.astype(f32)
+    return array.reshape(1)
+
+
+def linear_cross_entropy_workspace(
+    x: Tensor,
+    wte: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor,
+    dx: Tensor | None,
+    dwte: Tensor | None,
+    rows: int,
+    ignore_index: int,
+) -> tuple[int, ...]:
+    """Bytes of the losses, of a chunk of logits, and of what its products or the lse take."""
+    N, C = x.shape
+    count = min(N, chunk_rows(rows))
+    last = N - (N - 1) // count * count if N else 0
+    beside = [product_workspace((n, rows), C) for n in (count, last)]
+    if dx is not None:
+        beside += [product_workspace((n, C), rows) for n in (count, last)]
+    if dx is None and dwte is None:
+        beside += [4 * count]
+    return 4 * N, 4 * count * rows, *filter(None, [max(beside)])
 
 
 def chunk_rows(rows: int) -> int:

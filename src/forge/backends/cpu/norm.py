@@ -184,6 +184,13 @@ def layernorm(
     _layernorm(x.array, gamma.array, beta.array, out.array, mean.array, rstd.array, f32(eps))
 
 
+def layernorm_workspace(
+    x: Tensor, *rest: Any, mean: Tensor | None, rstd: Tensor | None, **_: Any
+) -> tuple[int, ...]:
+    """Bytes of the statistics that nobody asked for."""
+    return (4 * x.shape[0],) * [mean, rstd].count(None)
+
+
 def layernorm_backward(
     x: Tensor,
     gamma: Tensor,
@@ -199,6 +206,13 @@ def layernorm_backward(
     add_layernorm_backward(
         None, dy, x, gamma, mean, rstd, dx=dx, dgamma=dgamma, dbeta=dbeta, dbias=None
     )
+
+
+def layernorm_backward_workspace(
+    x: Tensor, gamma: Tensor, dy: Tensor, *rest: Any, dx: Tensor | None, **_: Any
+) -> tuple[int, ...]:
+    """Bytes of the sums per tile, and of a dx that nobody asked for."""
+    return add_layernorm_backward_workspace(None, dy, x, dx=dx)
 
 
 def add_layernorm(
@@ -230,6 +244,13 @@ def add_layernorm(
         rstd.array,
         f32(eps),
     )
+
+
+def add_layernorm_workspace(
+    x: Tensor, branch: Tensor, bias: Tensor | None, *rest: Any, **keywords: Any
+) -> tuple[int, ...]:
+    """Bytes of the statistics that nobody asked for, and of a bias of zeros."""
+    return layernorm_workspace(x, **keywords) + (() if bias is not None else (4 * x.shape[1],))
 
 
 def add_layernorm_backward(
@@ -266,6 +287,16 @@ def add_layernorm_backward(
         absent if dbeta is None else dbeta.array,
         absent if dbias is None else dbias.array,
     )
+
+
+def add_layernorm_backward_workspace(
+    dsum: Tensor | None, dy: Tensor | None, sum: Tensor, *rest: Any, dx: Tensor | None, **_: Any
+) -> tuple[int, ...]:
+    """Bytes of the sums per tile, and of a dx that nobody asked for."""
+    if dy is None:
+        return ()
+    N, C = sum.shape
+    return (4 * 3 * -(-N // TILE) * C, *(() if dx is not None else (sum.nbytes,)))
 
 
 def _no_layernorm_backward(dsum: Tensor | None, dx: Tensor | None, dbias: Tensor | None) -> None:
