@@ -140,7 +140,10 @@ MISTAKES = {
     "data without a name": ("train --data=", "expected --data to be a path, got ''"),
     "out without a name": ("train --out=", "expected --out to be a path, got ''"),
     "out that is a file": ("train --out {}/text.txt", "which is a file or lies in one"),
-    "out in a file": ("train --resume --out {}/text.txt/run", "which is a file or lies in one"),
+    "out in a file": (
+        "train --resume --n-layer 1 --out {}/text.txt/run",
+        "which is a file or lies in one",
+    ),
     "half an integer": ("train --n-layer 4.5", 'expected an integer, got "4.5"'),
     "heads": ("train --n-embd 130 --n-head 4", "divisible by --n-head, got 130 and 4"),
     "negative": ("train --n-layer -1", "expected --n-layer in [1, 1024], got -1"),
@@ -571,11 +574,13 @@ def test_kernels_prints_op_device_dtype_and_implementation(call):
     assert set(rows[0]) == {"kernel", "device", "dtype", "implementation"}
 
 
-def test_verify_prints_a_row_per_case(call):
+def test_verify_prints_a_line_per_op_and_dtype(call):
     code, out, _ = call("verify", "--op=exp", "--device=reference")
     assert code == 0
-    assert re.search(r"^exp +x\[.*\] +float32 +\d.\de-\d+ +\d.\de-\d+ +ok$", out, re.MULTILINE)
-    assert re.search(r"^\d+ rows, 0 failed", out, re.MULTILINE)
+    assert re.search(r"^exp +float32 +\d+ +\d.\de-\d+ +\d.\de-\d+ +ok$", out, re.MULTILINE)
+    assert re.search(r"^\d+ cases, 0 failed", out, re.MULTILINE)
+    assert out.count("\nexp ") == 3
+    assert "  x[" in call("verify", "--op=exp", "--device=reference", "--verbose")[1]
     rows = json.loads(call("verify", "--op=exp", "--device=reference", "--json")[1])
     assert all(row["op"] == "exp" and row["ok"] for row in rows)
 
@@ -586,5 +591,5 @@ def test_verify_fails_with_exit_code_1(call, monkeypatch):
     monkeypatch.setattr(verify, "run", lambda *args, **keywords: iter([result, bad]))
     code, out, _ = call("verify", "--op=exp")
     assert code == 1
-    assert "FAILED: dx is wrong by 1.0e-03" in out
+    assert re.search(r"^exp .* 1 FAILED\n  .*: dx is wrong by 1.0e-03$", out, re.MULTILINE)
     assert call("verify", "--json")[0] == 1

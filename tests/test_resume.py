@@ -269,19 +269,39 @@ def test_changed_libraries_are_named(half, capsys):
 
 def test_resume_of_a_run_that_never_began(tmp_path, capsys):
     folder = tmp_path / "run"
+    folder.mkdir()
     code, said = resumed(capsys, folder, *flags(steps=3))
     assert code == 0
     assert f"no complete checkpoint in {folder}: starting at step 0" in said.out
 
 
+def test_resume_of_no_folder_is_a_mistake(tmp_path, capsys):
+    """A mistyped --out would train the default model on the default text."""
+    code, said = resumed(capsys, tmp_path / "nowhere")
+    assert code == 2
+    assert "got no such folder; leave out --resume to begin" in said.err
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_resume_of_a_finished_run_changes_nothing(half, capsys):
-    before = {p: p.read_bytes() for p in Path(half, "checkpoints").rglob("*") if p.is_file()}
+    kept = [half / "config.toml", *(half / "checkpoints").rglob("*")]
+    before = {path: path.read_bytes() for path in kept if path.is_file()}
     rows = logged(half)
     code, said = resumed(capsys, half)
     assert code == 0
-    assert "Held-out loss" in said.out
+    assert "already; train on with a larger --steps" in said.out
+    code, said = resumed(capsys, half, "--steps=7")
+    assert code == 2
+    assert "expected --steps of at least" in said.err
     assert {p: p.read_bytes() for p in before} == before
     assert logged(half) == rows
+
+
+def test_settings_that_are_gone_are_the_checkpoints(half, capsys):
+    settings = (half / "config.toml").read_text()
+    (half / "config.toml").unlink()
+    assert resumed(capsys, half)[0] == 0
+    assert (half / "config.toml").read_text() == settings
 
 
 def test_resume_from_another_folder(straight, tmp_path, monkeypatch, capsys):
@@ -289,4 +309,4 @@ def test_resume_from_another_folder(straight, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(straight.parent)
     code, said = resumed(capsys, os.path.relpath(straight), f"--steps={STEPS}")
     assert code == 0
-    assert "run       run, from step 120" in said.out
+    assert "run is at step 120 of 120 already" in said.out

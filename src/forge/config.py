@@ -239,7 +239,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             f"[config] expected a readable TOML file, got {error.strerror}: {path}"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"[config] expected TOML in {path}, got: {error}") from None
+        hint = "" if Path(path).suffix == ".toml" else f"; to train on a text: --data {path}"
+        raise ConfigError(f"[config] expected TOML in {path}, got: {error}{hint}") from None
     for name, value in values.items():
         if isinstance(value, dict):
             raise ConfigError(

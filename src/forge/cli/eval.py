@@ -98,6 +98,11 @@ def _text(found: model.Trained, data: Path | None) -> tuple[str, Tokens]:
         raise DataError(
             "[eval] expected a text, got a run that held nothing out; name one with --data"
         )
+    if dataset.val_sha256 != found.val_sha256:
+        raise DataError(
+            f"[eval] expected the text that the run held out, got {dataset.name} changed since: "
+            "what is held out now may have been trained on; name a text with --data"
+        )
     return f"held out of {dataset.name}", dataset.val
 
 

@@ -29,7 +29,7 @@ def generate(
     /,
     *,
     prompt: Annotated[tuple[str, ...], REPEATED] = (),
-    prompt_file: str | None = None,
+    prompt_file: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     max_new_tokens: Annotated[int, INTEGER] = 300,
     temperature: float = 0.8,
     top_k: Annotated[int, INTEGER] = 0,
@@ -50,7 +50,7 @@ def generate(
     trained
         A run folder (its newest checkpoint), a checkpoint folder, or a file `last` or `best`.
     prompt
-        Text to continue; several prompts are continued side by side.
+        Text to continue; repeatable, and several are continued side by side.
     prompt_file
         File with the text to continue; `-` is standard input.
     max_new_tokens

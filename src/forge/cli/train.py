@@ -51,6 +51,12 @@ def train(
         registry.forbid_fallbacks()
     settings = given(flags)
     with resume_run(config, settings, allow_change) if resume else begin(config, settings) as run:
+        if resume and run.trainer.step == run.config.steps:
+            print(
+                f"{run.folder.path} is at step {run.trainer.step} of {run.config.steps} already; "
+                "train on with a larger --steps"
+            )
+            return 0
         introduce(run)
         mfu = _mfu(run)
         console = Console(highlight=False, soft_wrap=True)

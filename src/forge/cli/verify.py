@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +14,7 @@ from forge import verify as table
 from forge.cli.flags import JSON, REPEATED
 from forge.run import choices, model
 
-# Columns of a line but for the case, which gets what the terminal has left.
-_LINE = "{:22} {:{case}} {:9} {:>8} {:>8} {}"
-_OTHERS = 22 + 9 + 8 + 8 + len("verdict") + 5
+_LINE = "{:24} {:9} {:>5} {:>9} {:>9} {}"
 
 
 def verify(
@@ -23,12 +22,13 @@ def verify(
     device: str = "auto",
     op: Annotated[tuple[str, ...], REPEATED] = (),
     model_: Annotated[Path | None, Parameter(name="--model")] = None,
+    verbose: Annotated[bool, REPEATED] = False,
     json_: Annotated[bool, JSON] = False,
 ) -> int:
     """Hold every op's kernels and gradients on this machine to their definitions.
 
-    The definitions are plain NumPy in float64; an error is relative, in norm, the largest of all
-    outputs or gradients of a row. Exit code 1 when any row fails.
+    The definitions are plain NumPy in float64; errors are relative, in norm, the largest of all
+    cases of an op in a dtype. Exit code 1 when any case fails; those that fail are shown.
 
     Parameters
     ----------
@@ -38,44 +38,49 @@ def verify(
         Only this op; repeatable.
     model_
         Also the shapes of this trained model: a run or a checkpoint folder.
+    verbose
+        Show every case.
     json_
-        Print one JSON document.
+        Print one JSON document, with every case.
     """
     place, reason = choices.find_device(device)
     shapes = None if model_ is None else model.load(model_, place).model.config
     start = time.perf_counter()
     results: list[table.Result] = []
     console = Console(highlight=False, soft_wrap=True)
-    for result in table.run(place, ops=op or None, model=shapes):
-        if not json_ and not results:
+    # The cases of an op come one after the other.
+    for name, cases in groupby(table.run(place, ops=op or None, model=shapes), lambda r: r.op):
+        of_op = list(cases)
+        if not results and not json_:
             console.print(f"device {place.name} ({reason})")
-            titles = ("op", "case", "dtype", "forward", "gradient", "verdict")
-            console.print(_LINE.format(*titles, case=_case_width(console)))
-        results.append(result)
-        if not json_:
-            _show(console, result)
-    failed = [result for result in results if not result.ok]
+            console.print(_LINE.format("op", "dtype", "cases", "forward", "gradient", "verdict"))
+        results += of_op
+        if json_:
+            continue
+        for dtype in dict.fromkeys(result.dtype for result in of_op):
+            _show(console, name, dtype, [r for r in of_op if r.dtype == dtype], verbose)
+    failed = sum(not result.ok for result in results)
     if json_:
         print(table.as_json(results))
     else:
         seconds = time.perf_counter() - start
-        console.print(f"{len(results)} rows, {len(failed)} failed, {seconds:.0f} s")
+        console.print(f"{len(results)} cases, {failed} failed, {seconds:.0f} s")
     return 1 if failed else 0
 
 
-def _show(console: Console, result: table.Result) -> None:
-    width = _case_width(console)
+def _show(
+    console: Console, op: str, dtype: str, results: list[table.Result], verbose: bool
+) -> None:
+    failed = [result for result in results if not result.ok]
+    gradients = [r.gradient_error for r in results if r.gradient_error is not None]
     line = _LINE.format(
-        result.op,
-        result.case if len(result.case) <= width else result.case[: width - 1] + "…",
-        result.dtype,
-        f"{result.forward_error:.1e}",
-        "–" if result.gradient_error is None else f"{result.gradient_error:.1e}",
-        "ok" if result.ok else f"FAILED: {'; '.join(result.failures)}",
-        case=width,
+        op,
+        dtype,
+        len(results),
+        f"{max(result.forward_error for result in results):.1e}",
+        f"{max(gradients):.1e}" if gradients else "–",
+        f"{len(failed)} FAILED" if failed else "ok",
     )
-    console.print(line, style=None if result.ok else "bold red", markup=False)
-
-
-def _case_width(console: Console) -> int:
-    return max(20, min(48, console.width - _OTHERS))
+    console.print(line, style="bold red" if failed else None, markup=False)
+    for result in results if verbose else failed:
+        console.print(f"  {result.case}: {'; '.join(result.failures) or 'ok'}", markup=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from forge import checkpoint
-from forge.config import FIELDS, Config, changed_mathematics, nearest, read_toml
+from forge.config import FIELDS, Config, changed_mathematics, nearest, read_toml, settings
 from forge.data.text import Dataset, load_dataset
 from forge.data.tokenizer import ByteTokenizer, Tokenizer
 from forge.errors import ConfigError
@@ -36,12 +37,15 @@ def begin(file: Path | None, flags: Mapping[str, Any]) -> Session:
 def resume(file: Path | None, flags: Mapping[str, Any], allow_change: Collection[str]) -> Session:
     """The run in a folder, from its newest checkpoint; settings given here win over its own.
 
-    Without a checkpoint it begins at step 0. Raises `ConfigError` for what would make it another
+    Without a checkpoint it begins at step 0; without a folder too, if the model, the data or the
+    training is described. Raises `ConfigError` for what would make it another
     run and is not in `allow_change`, and `CheckpointError` for a checkpoint that is damaged.
     """
     allowed = {_field(name) for name in allow_change}
     given = {**(read_toml(file) if file else {}), **flags}
-    folder = reopen(given.get("out"))
+    # A command that also says what to train may be the same for the first start and all others.
+    described = any(each.effect != "run" for each in settings() if each.name in given)
+    folder = reopen(given.get("out"), may_begin=described)
     try:
         return _reopened(folder, given, allowed)
     except BaseException:
@@ -50,9 +54,17 @@ def resume(file: Path | None, flags: Mapping[str, Any], allow_change: Collection
 
 
 def _reopened(folder: RunFolder, given: Mapping[str, Any], allowed: Collection[str]) -> Session:
-    config = Config(**{**folder.settings(), **given})
     newest = folder.newest()
     saved = None if newest is None else checkpoint.load(newest)
+    before = folder.settings()
+    if saved is not None and not before:
+        before = dataclasses.asdict(read(saved).config)
+    config = Config(**{**before, **given})
+    if saved is not None and config.steps < saved.step:
+        raise ConfigError(
+            f"[resume] expected --steps of at least {saved.step}, where the run is, got "
+            f"{config.steps}; a shorter run is another run"
+        )
     tokenizer = ByteTokenizer() if saved is None else read(saved).tokenizer
     dataset = _load_data(config, tokenizer)
     config = config.resolved(tokenizer.vocab_size)

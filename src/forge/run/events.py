@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from pathlib import Path
@@ -47,10 +46,11 @@ def _tensorboardx() -> Any:
     before: ModuleType | None = sys.modules.get("torch")
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        for name in ("event_file_writer", "proto.event_pb2", "summary"):
-            importlib.import_module(f"tensorboardX.{name}")
+        import tensorboardX.event_file_writer
+        import tensorboardX.proto.event_pb2
+        import tensorboardX.summary
     finally:
         del sys.modules["torch"]
         if before is not None:
             sys.modules["torch"] = before
-    return sys.modules["tensorboardX"]
+    return tensorboardX

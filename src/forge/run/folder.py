@@ -124,12 +124,17 @@ def create(out: str | None) -> RunFolder:
     return folder
 
 
-def reopen(out: str | None) -> RunFolder:
+def reopen(out: str | None, *, may_begin: bool) -> RunFolder:
     """The folder of the run to resume: `out`, or the one with the highest number in `runs/`.
 
-    A folder without a run becomes one. Raises `ConfigError` where there is no run to choose.
+    A folder whose run had not got as far as its settings becomes one, and with `may_begin` so does
+    one that is not there. Raises `ConfigError` where there is no folder, and none to choose.
     """
     if out is not None:
+        if not may_begin and not Path(out).exists():
+            raise ConfigError(
+                f"[resume] expected a run in {out}, got no such folder; leave out --resume to begin"
+            )
         return RunFolder(Path(out))
     numbers = _numbers()
     if not numbers:

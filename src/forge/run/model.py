@@ -25,6 +25,7 @@ class Trained:
     config: Config
     path: Path
     step: int
+    val_sha256: str
 
 
 def load(path: str | Path, device: Device) -> Trained:
@@ -38,4 +39,6 @@ def load(path: str | Path, device: Device) -> Trained:
     model = model_of(config)
     params = model.zeros(device, config.precision if device.kind == "cuda" else "fp32")
     params.load_(saved.arrays[MODEL])
-    return Trained(model, params, stored.tokenizer, config, saved.path, saved.step)
+    return Trained(
+        model, params, stored.tokenizer, config, saved.path, saved.step, stored.val_sha256
+    )
