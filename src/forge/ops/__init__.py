@@ -15,7 +15,7 @@ from forge.ops.attention import (
     unsplit_heads,
 )
 from forge.ops.block import decode_block_
-from forge.ops.embedding import add_positions_, embedding, scatter_add_rows_, scatter_rows
+from forge.ops.embedding import add_positions_, embedding, scatter_add_rows_, scatter_rows, take
 from forge.ops.linear import linear, matmul
 from forge.ops.loss import (
     IGNORE_INDEX,
@@ -42,7 +42,7 @@ from forge.ops.pointwise import (
     where,
 )
 from forge.ops.reduce import argmax, max, mean, sum, sum_rows, sum_to
-from forge.ops.shape import broadcast_to, concat, reshape, slice, take, transpose, unslice
+from forge.ops.shape import broadcast_to, concat, reshape, slice, transpose, unslice
 from forge.ops.update import adamw_, all_finite, global_norm
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Embedding, and the additions by row that its gradient is made of."""
+"""Rows by their ids: embedding, taking, and the additions that their gradients are made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge.backends.registry import kernels
 from forge.errors import ShapeError
 from forge.ops import check
 from forge.ops.define import op
-from forge.ops.shape import reshape, take
+from forge.ops.shape import reshape
 from forge.tensor import Tensor, empty, tensor, zeros
 
 
@@ -153,3 +153,27 @@ def scatter_rows(x: Tensor, ids: Tensor, rows: int) -> Tensor:
 @scatter_rows.rule
 def _(node: Any, dout: Any) -> dict[str, Any]:
     return {"x": reshape(take(dout, node.ids), node.spec("x").shape)}
+
+
+@op(saves=("ids",))
+def take(x: Tensor, ids: Tensor) -> Tensor:
+    """Rows of x: x [N, …], ids int64 of any shape -> ids.shape + x.shape[1:]. Any dtype.
+
+    Differentiable twice. Raises ShapeError, DtypeError, ArgumentError for an id outside [0, N).
+    Exact.
+    """
+    check.tensors("take", x=x, ids=ids)
+    check.integers("take", ids=ids)
+    check.that(x.ndim > 0, "take", "x with at least one dimension", "a scalar")
+    check.ids("take", "ids", ids, x.shape[0])
+    out = empty(ids.shape + x.shape[1:], x.dtype, x.device)
+    kernels(x).take(x, ids, out=out)
+    return out
+
+
+@take.rule
+def _(node: Any, dy: Any) -> dict[str, Any]:
+    shape = node.spec("x").shape
+    count = math.prod(node.ids.shape)
+    rows = scatter_rows(reshape(dy, (count, math.prod(shape[1:]))), node.ids, shape[0])
+    return {"x": reshape(rows, shape)}

@@ -12,10 +12,11 @@ from forge.autograd.tape import Tape
 from forge.backends.registry import kernels
 from forge.dtypes import accumulator
 from forge.errors import ShapeError
+from forge.ops.embedding import take
 from forge.ops.linear import matmul
 from forge.ops.pointwise import add, cast, div, mul, neg, scale, sub
 from forge.ops.reduce import sum_to
-from forge.ops.shape import reshape, slice, take
+from forge.ops.shape import reshape, slice
 from forge.tensor import Tensor, tensor
 
 NUMBER = int | float | np.number

@@ -33,6 +33,20 @@ def _broadcast(name: str, a: Tensor, b: Tensor) -> Shape:
         ) from None
 
 
+def _binary(name: str, a: Tensor, b: Tensor) -> Tensor:
+    check.floating(name, a=a, b=b)
+    out = empty(_broadcast(name, a, b), a.dtype, a.device)
+    getattr(kernels(a), name)(a, b, out=out)
+    return out
+
+
+def _unary(name: str, x: Tensor) -> Tensor:
+    check.floating(name, x=x)
+    out = empty_like(x)
+    getattr(kernels(x), name)(x, out=out)
+    return out
+
+
 def _same_shape(name: str, **args: Tensor) -> None:
     if len({x.shape for x in args.values()}) > 1:
         raise ShapeError(f"[{name}] expected equal shapes, got {check.describe(args)}")
@@ -44,10 +58,7 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
     Raises ShapeError, DtypeError, DeviceError. One rounding.
     """
-    check.floating("add", a=a, b=b)
-    out = empty(_broadcast("add", a, b), a.dtype, a.device)
-    kernels(a).add(a, b, out=out)
-    return out
+    return _binary("add", a, b)
 
 
 @add.rule
@@ -61,10 +72,7 @@ def sub(a: Tensor, b: Tensor) -> Tensor:
 
     Raises ShapeError, DtypeError, DeviceError. One rounding.
     """
-    check.floating("sub", a=a, b=b)
-    out = empty(_broadcast("sub", a, b), a.dtype, a.device)
-    kernels(a).sub(a, b, out=out)
-    return out
+    return _binary("sub", a, b)
 
 
 @sub.rule
@@ -78,10 +86,7 @@ def mul(a: Tensor, b: Tensor) -> Tensor:
 
     Raises ShapeError, DtypeError, DeviceError. One rounding.
     """
-    check.floating("mul", a=a, b=b)
-    out = empty(_broadcast("mul", a, b), a.dtype, a.device)
-    kernels(a).mul(a, b, out=out)
-    return out
+    return _binary("mul", a, b)
 
 
 @mul.rule
@@ -98,10 +103,7 @@ def div(a: Tensor, b: Tensor) -> Tensor:
 
     Raises ShapeError, DtypeError, DeviceError. One rounding.
     """
-    check.floating("div", a=a, b=b)
-    out = empty(_broadcast("div", a, b), a.dtype, a.device)
-    kernels(a).div(a, b, out=out)
-    return out
+    return _binary("div", a, b)
 
 
 @div.rule
@@ -162,10 +164,7 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 @op()
 def neg(x: Tensor) -> Tensor:
     """-x, floating. Differentiable twice. Raises DtypeError. Exact."""
-    check.floating("neg", x=x)
-    out = empty_like(x)
-    kernels(x).neg(x, out=out)
-    return out
+    return _unary("neg", x)
 
 
 @neg.rule
@@ -176,10 +175,7 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 @op(saves=("out",))
 def exp(x: Tensor) -> Tensor:
     """e^x, floating. Differentiable twice. Raises DtypeError. Within 4 ulp."""
-    check.floating("exp", x=x)
-    out = empty_like(x)
-    kernels(x).exp(x, out=out)
-    return out
+    return _unary("exp", x)
 
 
 @exp.rule
@@ -193,10 +189,7 @@ def log(x: Tensor) -> Tensor:
 
     Raises DtypeError. Within 4 ulp.
     """
-    check.floating("log", x=x)
-    out = empty_like(x)
-    kernels(x).log(x, out=out)
-    return out
+    return _unary("log", x)
 
 
 @log.rule
@@ -207,10 +200,7 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 @op(saves=("out",))
 def tanh(x: Tensor) -> Tensor:
     """Hyperbolic tangent, floating. Differentiable twice. Raises DtypeError. Within 8 ulp of 1."""
-    check.floating("tanh", x=x)
-    out = empty_like(x)
-    kernels(x).tanh(x, out=out)
-    return out
+    return _unary("tanh", x)
 
 
 @tanh.rule

@@ -175,29 +175,3 @@ def broadcast_to(x: Tensor, shape: Shape) -> Tensor:
 def _(node: Any, dy: Any) -> dict[str, Any]:
     # The tape sums it back to x's shape.
     return {"x": dy}
-
-
-@op(saves=("ids",))
-def take(x: Tensor, ids: Tensor) -> Tensor:
-    """Rows of x: x [N, …], ids int64 of any shape -> ids.shape + x.shape[1:]. Any dtype.
-
-    Differentiable twice. Raises ShapeError, DtypeError, ArgumentError for an id outside [0, N).
-    Exact.
-    """
-    check.tensors("take", x=x, ids=ids)
-    check.integers("take", ids=ids)
-    check.that(x.ndim > 0, "take", "x with at least one dimension", "a scalar")
-    check.ids("take", "ids", ids, x.shape[0])
-    out = empty(ids.shape + x.shape[1:], x.dtype, x.device)
-    kernels(x).take(x, ids, out=out)
-    return out
-
-
-@take.rule
-def _(node: Any, dy: Any) -> dict[str, Any]:
-    from forge.ops.embedding import scatter_rows
-
-    shape = node.spec("x").shape
-    count = math.prod(node.ids.shape)
-    rows = scatter_rows(reshape(dy, (count, math.prod(shape[1:]))), node.ids, shape[0])
-    return {"x": reshape(rows, shape)}
