@@ -192,7 +192,9 @@ def test_a_run_can_be_made_longer(straight, half, capsys):
 
 def test_what_does_not_change_the_mathematics_may_change(half, capsys, tmp_path):
     same = ["--steps=61", "--log-every=7", "--eval-every=0", "--eval-batches=2", "--keep=5"]
-    assert resumed(capsys, half, *same, "--checkpoint-every=3", "--micro-batch=2")[0] == 0
+    code, said = resumed(capsys, half, *same, "--checkpoint-every=3", "--micro-batch=2")
+    assert code == 0
+    assert "micro_batch 4 → 2: the same bits are no longer promised" in said.out
     assert json.loads((half / "frozen.json").read_text())["micro_batch"] == 2
     # The data may lie elsewhere; its tokens tell.
     moved = tmp_path / "moved"

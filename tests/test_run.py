@@ -88,14 +88,14 @@ def test_runs_are_numbered(tmp_path, monkeypatch):
     with folder.create(None) as made:
         names.append(made.path.as_posix())
     assert names == ["runs/1", "runs/2", "runs/42"]
-    with folder.reopen(None) as last:
+    with folder.reopen(None, may_begin=True) as last:
         assert last.path.as_posix() == "runs/42"
 
 
-def test_nothing_to_reopen(tmp_path, monkeypatch):
+def test_nothing_to_reopen(tmp_path, monkeypatch, may_begin=True):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="expected a run to resume, got none in runs/"):
-        folder.reopen(None)
+        folder.reopen(None, may_begin=True)
 
 
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "checkpoints"])
@@ -259,12 +259,14 @@ def test_what_the_machine_lacks_is_named():
         choices.choose(config(device="cuda"), {})
 
 
-def test_changed_versions_are_named():
-    now = choices.versions(REFERENCE)
-    assert choices.changed_versions({"versions": now}, now) == []
-    old = {**now, "numpy": "1.0"}
-    assert choices.changed_versions({"versions": old}, now) == [f"numpy 1.0 → {now['numpy']}"]
-    assert choices.changed_versions({}, now) == []
+def test_what_may_change_the_bits_is_named():
+    now = choices.Choices("cpu", 4, 0, 1, choices.versions(Device("cpu")))
+    old = {**now.frozen(), "versions": {**now.versions, "numpy": "1.0", "gone": "1"}}
+    assert choices.changed(now.frozen(), now) == []
+    assert choices.changed({}, now) == []
+    assert choices.changed(old, now) == [f"numpy 1.0 → {now.versions['numpy']}"]
+    other = {**now.frozen(), "device": "cuda", "micro_batch": 2}
+    assert choices.changed(other, now) == ["device cuda → cpu", "micro_batch 2 → 4"]
 
 
 # ---- A run

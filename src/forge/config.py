@@ -145,7 +145,7 @@ class Config:
             raise ConfigError(
                 "[config] expected --n-embd divisible by --n-head, got "
                 f"{self.n_embd} and {self.n_head}; try --n-embd "
-                f"{self.n_head * max(1, round(self.n_embd / self.n_head))}"
+                f"{self.n_head * max(1, round(self.n_embd / self.n_head))}, or other heads"
             )
         if self.micro_batch and self.batch_size % self.micro_batch:
             raise ConfigError(

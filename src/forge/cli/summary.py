@@ -44,8 +44,8 @@ def introduce(run: Session) -> None:
     reasons = chosen.reasons
     row("device", f"{chosen.device} ({reasons['device']})")
     row("threads", f"{chosen.threads} ({reasons['threads']})")
-    row("at once", f"{chosen.micro_batch} samples ({reasons['micro_batch']})")
-    row("memory", f"{max(1, round(chosen.memory / 1e6)):,} MB at the peak, by plan")
+    row("micro", f"{chosen.micro_batch} samples ({reasons['micro_batch']})")
+    row("memory", f"{max(1, round(chosen.memory / 1e6)):,} MB of buffers at the peak, by plan")
     start = "" if run.resumed_at is None else f", from step {run.resumed_at}"
     row("run", f"{run.folder.path}{start}")
 

@@ -75,7 +75,7 @@ def _reopened(folder: RunFolder, given: Mapping[str, Any], allowed: Collection[s
         notices += _changes(saved, config, dataset, allowed)
     frozen = folder.read_frozen()
     chosen = choices.choose(config, frozen)
-    changed = choices.changed_versions(frozen, chosen.versions)
+    changed = choices.changed(frozen, chosen)
     if changed:
         notices.append(
             f"since the run began, {', '.join(changed)}: the same bits are no longer promised"

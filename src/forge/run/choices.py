@@ -114,13 +114,14 @@ def versions(device: Device) -> dict[str, str]:
     return found | {"processor": platform.machine(), "system": sys.platform}
 
 
-def changed_versions(frozen: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
-    """What differs from the versions that a run began with, as `numba 0.61 → 0.62`."""
-    then = frozen.get("versions", {})
+def changed(frozen: Mapping[str, Any], now: Choices) -> list[str]:
+    """What may give other bits than the run began with, as `numba 0.61 → 0.62`."""
+    then = {**frozen.get("versions", {}), **frozen}
+    values = {**now.versions, "device": now.device, "micro_batch": now.micro_batch}
     return [
-        f"{name} {then[name]} → {version}"
-        for name, version in now.items()
-        if name in then and then[name] != version
+        f"{name} {then[name]} → {value}"
+        for name, value in values.items()
+        if name in then and then[name] != value
     ]
 
 
@@ -197,7 +198,7 @@ def _micro_batch(
     elif before in sizes:
         sizes, reason = [before], "as the run began"
     else:
-        reason = "the largest that fits in memory"
+        reason = "the whole batch, or as much of it as fits in memory"
     parameters = sum(math.prod(shape) for shape in model_of(config).shapes().values())
     # Weights, gradients, moments and snapshot: no plan of such a size, which would take long.
     size, need = 1, (4 + _SNAPSHOT_COPIES) * 4 * parameters
