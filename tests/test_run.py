@@ -92,7 +92,7 @@ def test_runs_are_numbered(tmp_path, monkeypatch):
         assert last.path.as_posix() == "runs/42"
 
 
-def test_nothing_to_reopen(tmp_path, monkeypatch, may_begin=True):
+def test_nothing_to_reopen(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="expected a run to resume, got none in runs/"):
         folder.reopen(None, may_begin=True)
