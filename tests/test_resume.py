@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -312,3 +313,18 @@ def test_resume_from_another_folder(straight, tmp_path, monkeypatch, capsys):
     code, said = resumed(capsys, os.path.relpath(straight), f"--steps={STEPS}")
     assert code == 0
     assert "run is at step 120 of 120 already" in said.out
+
+
+def test_a_full_disk_under_the_logs_ends_the_run(tmp_path):
+    """The files of the log may not grow beyond 24 kB; the thread that wrote events once hung."""
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (24_000, 24_000))
+
+    command = [*flags(steps=1000, n_embd=4, checkpoint_every=100), f"--out={tmp_path / 'run'}"]
+    with start(*command, preexec_fn=limited) as process:
+        _, error = process.communicate(timeout=100)
+    assert process.returncode == 4
+    assert error.startswith("forge: [")
+    assert error.count("\n") == 1
+    assert checkpoint.load(checkpoint.newest(tmp_path / "run" / "checkpoints"))
