@@ -100,17 +100,6 @@ def missing(product: Product) -> DeviceError:
     )
 
 
-def choices() -> dict[str, str]:
-    """The algorithms chosen so far, by product: what a run freezes."""
-    return dict(_table())
-
-
-def prefer(chosen: dict[str, str]) -> None:
-    """Use these choices from now on: those that a run froze."""
-    _table().update(chosen)
-    _plan.cache_clear()
-
-
 class _Plan:
     """The library's description of a product, and the algorithm for it: none yet, or empty."""
 

@@ -148,11 +148,6 @@ def memory_info() -> tuple[int, int]:
 _capturing = False
 
 
-def capturing() -> bool:
-    """Whether calls are being captured, and so must not wait, measure or copy from the host."""
-    return _capturing
-
-
 class Event:
     """A mark in the stream, to wait for or to measure time between."""
 
