@@ -69,7 +69,7 @@ class Primitive:
 class Node:
     """One recorded op, the entry `index` of its tape; its outputs are the ids from `first` on.
 
-    `inputs` maps the names of tracked inputs to value ids, `specs` those of all Tensor arguments to
+    `inputs` maps the names of tracked inputs to value ids, `constants` those of plain Tensors to
     what they were like, `attributes` those of the other arguments to their values. `saved` holds a
     Tensor with the version of its storage, or the id of a value that was dropped.
     """
@@ -78,7 +78,7 @@ class Node:
     index: int
     first: int
     inputs: dict[str, int]
-    specs: dict[str, Spec]
+    constants: dict[str, Spec]
     attributes: dict[str, Any]
     saved: dict[str, tuple[Tensor, int] | int]
 
@@ -121,15 +121,16 @@ class NodeView:
         return value if identity is None else Var(self._tape, identity, value)
 
     def names(self) -> list[str]:
-        """Names of the Tensor arguments, in order."""
-        return list(self._node.specs)
+        """Names of the Tensor arguments, tracked ones first."""
+        return [*self._node.inputs, *self._node.constants]
 
     def spec(self, name: str) -> Spec:
         """Shape, dtype and device of an input or output, saved or not."""
-        identity, specs = self._node.id_of(name), self._node.specs
-        if identity is None and name not in specs:
-            raise TapeError(f"[{self._node.op.name}] expected an input or output, got {name!r}")
-        return specs[name] if identity is None else self._tape.specs[identity]
+        node = self._node
+        identity = node.id_of(name)
+        if identity is None and name not in node.constants:
+            raise TapeError(f"[{node.op.name}] expected an input or output, got {name!r}")
+        return node.constants[name] if identity is None else self._tape.specs[identity]
 
     def wants(self, name: str) -> bool:
         """Whether anyone needs this input's gradient."""
@@ -140,8 +141,9 @@ class NodeView:
 
         None too where the buffer is wider than kernels sum: then the tape adds.
         """
-        buffer = self._tape.buffers.get(self._node.inputs.get(name, -1))
+        identity = self._node.inputs.get(name, -1)
+        buffer = self._tape.buffers.get(identity)
         if buffer is None:
             return None
-        dtype = self._node.specs[name].dtype
+        dtype = self._tape.specs[identity].dtype
         return buffer if buffer.dtype in (dtype, accumulator(dtype)) else None

@@ -55,7 +55,7 @@ class Saves:
             names += self._drop(node, made)
         saved = node.saved
         for name in names:
-            value = made[name] if name in made else arguments.get(name)
+            value = arguments[name] if name in arguments else made.get(name)
             if value.__class__ is Tensor:
                 saved[name] = value, value.storage.version
         for name in node.saved if recomputing else ():
@@ -100,7 +100,7 @@ class Saves:
                 dropped.append(name)
         if not dropped:
             return ()
-        reads, cheaper = tuple(node.specs), False
+        reads, cheaper = (*node.inputs, *node.constants), False
         if op.remake is not None and self._region == NOWHERE:
             output, needs, _ = op.remake
             cheaper = dropped == [output] and {*needs} <= {*reads, *made}

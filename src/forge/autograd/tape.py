@@ -108,7 +108,7 @@ class Tape:
                 f"[{op.name}] expected Tensors, got a Var: the op is not differentiable; pass its "
                 f"value, compose the op of smaller ones, or give it a rule with @{op.name}.rule"
             )
-        inputs, specs, attributes = {}, {}, {}
+        inputs, constants, attributes = {}, {}, {}
         for name, x in arguments.items():
             kind = x.__class__
             if kind is Var:
@@ -118,10 +118,9 @@ class Tape:
                         "finish with one tape before the next, or pass its value"
                     )
                 inputs[name] = x.id
-                specs[name] = self.specs[x.id]
                 arguments[name] = x.value
             elif kind is Tensor:
-                specs[name] = Spec(x.shape, x.dtype, x.device)
+                constants[name] = Spec(x.shape, x.dtype, x.device)
             else:
                 attributes[name] = x
         for name in op.buffers:
@@ -132,13 +131,13 @@ class Tape:
                 )
         index = len(self.nodes)
         if self._hooks:
-            values = {name: arguments[name] for name in specs}
+            values = {name: arguments[name] for name in (*inputs, *constants)}
             self._tell("forward", op.name, index, values)
         made = op.run(inputs, arguments)
         if self._hooks:
             results = {name: made[name] for name in op.outputs}
             self._tell("forward", op.name, index, values, results)
-        node = Node(op, index, len(self.specs), inputs, specs, attributes, {})
+        node = Node(op, index, len(self.specs), inputs, constants, attributes, {})
         self.saves.save(node, arguments, made)
         self.nodes.append(node)
         if len(op.outputs) == 1:
@@ -254,7 +253,7 @@ class Tape:
         Returns dx summed over what broadcasting added; raises `GradientError` if it does not fit.
         """
         identity = node.inputs[name]
-        spec, buffer, before = node.specs[name], self.buffers.get(identity), grads.get(identity)
+        spec, buffer, before = self.specs[identity], self.buffers.get(identity), grads.get(identity)
         if dx is buffer:
             return dx
         fits = dx.__class__ is Tensor or dx.__class__ is Var
@@ -294,8 +293,8 @@ class Tape:
         for node in self.nodes:
             kept = {}
             for name, entry in node.saved.items():
-                made = name not in node.specs or self.producers[node.inputs.get(name, 0)] >= 0
-                if made and isinstance(entry, tuple):
+                leaf = name in node.inputs and self.producers[node.inputs[name]] < 0
+                if isinstance(entry, tuple) and not leaf and name not in node.constants:
                     kept[id(entry[0].storage)] = entry[0].nbytes
             saved = sum(nbytes for storage, nbytes in kept.items() if storage not in seen)
             seen |= kept.keys()

@@ -83,10 +83,10 @@ def op(
             if has_record:
                 arguments["record"] = Record(inputs, made)
             result = by_name(**arguments)
-            if result.__class__ is tuple:
-                made.update(zip(outputs, result, strict=True))
-            elif result.__class__ is Tensor:
+            if result.__class__ is Tensor:
                 made[outputs[0]] = result
+            elif result.__class__ is tuple:
+                made.update(zip(outputs, result, strict=True))
             else:
                 raise DtypeError(
                     f"[{primitive.name}] expected its body to return a Tensor, got "
@@ -178,7 +178,7 @@ def _binding(
 
     def by_name(**arguments: Any) -> Any:
         names = [name for name in arguments if name.removeprefix(prefix).isdecimal()]
-        xs = [arguments.pop(name) for name in names]
+        xs = [arguments.pop(f"{prefix}{i}") for i in range(len(names))]
         return body(*xs, **arguments)
 
     return bind_variadic, by_name
