@@ -189,6 +189,14 @@ def two_stage_errors():
     return [
         *errors("reduce", "sum_to", x, out={"out": ((1,), "float32")}),
         *errors("reduce", "sum_rows", random(70, 600), out={"out": ((600,), "float32")}),
+        *errors(
+            "pointwise",
+            "gelu_backward",
+            random(70, 600),
+            random(70, 600),
+            out={"out": ((70, 600), "float32"), "sums": ((600,), "float32")},
+            form="tanh",
+        ),
         *errors("update", "global_norm", x, out={"out": ((), "float32")}),
     ]
 
@@ -267,7 +275,8 @@ def call_pointwise(kernels):
         getattr(kernels, name)(x, out=x)
     for form in ("tanh", "erf"):
         kernels.gelu(x, out=x, form=form)
-        kernels.gelu_backward(x, x, out=x, form=form)
+        kernels.gelu_backward(x, x, out=x, sums=None, form=form)
+        kernels.gelu_backward(x, x, out=x, sums=f32(C), form=form)
     kernels.maximum(x, x, out=x, mask=x)
     kernels.scale(x, f32(), out=x)
     kernels.accumulate(x, out=f32(B, T, C))

@@ -145,18 +145,19 @@ def linear(
 
 @linear.rule
 def _(node: Any, dy: Any) -> dict[str, Any]:
+    dx = dw = dbias = None
     if node.gelu is not None:
         # An extra is no function of x to a recorded sweep, so there it is made of ops.
         pre = linear(node.x, node.w, node.bias) if node.tracked else node.pre
-        dy = gelu_backward(pre, dy, form=node.gelu)
+        dbias = node.into("bias") if node.wants("bias") else None
+        dy = gelu_backward(pre, dy, form=node.gelu, into_bias=dbias)
     shape = node.spec("x").shape
     k, m = node.spec("w").shape
     rows = math.prod(shape[:-1])
     dy = reshape(dy, (rows, m))
-    dx = dw = dbias = None
     if node.wants("w"):
         dw = matmul(reshape(node.x, (rows, k)), dy, trans_a=True, into=node.into("w"))
-    if node.wants("bias"):
+    if node.wants("bias") and dbias is None:
         dbias = sum_rows(dy, into=node.into("bias"))
     if node.wants("x"):
         dx = reshape(matmul(dy, node.w, trans_b=True), shape)

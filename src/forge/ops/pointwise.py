@@ -272,16 +272,24 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 
 
 @op(saves=("x", "dy"))
-def gelu_backward(x: Tensor, dy: Tensor, *, form: str = "tanh") -> Tensor:
+def gelu_backward(
+    x: Tensor, dy: Tensor, *, form: str = "tanh", into_bias: Tensor | None = None
+) -> Tensor:
     """dy gelu'(x), of one shape and floating dtype. Differentiable twice.
 
-    Raises ShapeError, DtypeError, ArgumentError. Accuracy as gelu's.
+    With `into_bias` [C], for x [..., C], its sum over all but the last dimension is added there,
+    in the same pass: the gradient of a bias. Raises ShapeError, DtypeError, ArgumentError.
+    Accuracy as gelu's.
     """
     check.floating("gelu_backward", x=x, dy=dy)
     _same_shape("gelu_backward", x=x, dy=dy)
     check.gelu_form("gelu_backward", form)
+    if into_bias is not None:
+        check.that(x.ndim > 0, "gelu_backward", "x with at least one dimension", "a scalar")
+        check.buffer("gelu_backward", "into_bias", x, into_bias, x.shape[-1:])
+        into_bias.storage.version += 1
     out = empty_like(dy)
-    kernels(x).gelu_backward(x, dy, out=out, form=form)
+    kernels(x).gelu_backward(x, dy, out=out, sums=into_bias, form=form)
     return out
 
 

@@ -64,6 +64,18 @@ def _pointwise() -> list[Case]:
             for x in SHAPES
             for form in ("tanh", "erf")
         ),
+        *(
+            Case(
+                "gelu_backward",
+                {"x": normal(*x, mean=1.0), "dy": x},
+                {"into_bias": normal(x[-1])},
+                terms=130,
+                tolerance=4,
+                mutates=("into_bias",),
+            )
+            for x in SHAPES
+            if x
+        ),
         Case("dropout", {"x": (7, 33)}, {"p": 0.0, "key": None}, tolerance=0),
         Case("dropout", {"x": (7, 33)}, {"p": 0.5, "key": 3}),
         Case("dropout", {"x": (130, 80)}, {"p": 0.1, "key": KEY, "site": 4}),

@@ -11,6 +11,7 @@ from numba import prange
 from forge.backends.cpu.jit import kernel, routine
 from forge.backends.cpu.mathlib import gelu_erf, gelu_erf_slope, gelu_tanh, gelu_tanh_slope
 from forge.backends.cpu.philox import keep_factors
+from forge.backends.cpu.reduce import sum_rows
 from forge.philox import threshold
 from forge.tensor import Tensor
 
@@ -179,12 +180,14 @@ def gelu_array(x: Any, out: Any, erf: Any) -> None:
                 o[i] = gelu_tanh(a[i])
 
 
-def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, form: str) -> None:
-    """out = dy gelu'(x); out may be dy."""
+def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, sums: Tensor | None, form: str) -> None:
+    """out = dy gelu'(x), and sums[c] += sum over n of out[n, c]; out may be dy."""
     in_place = np.may_share_memory(dy.array, out.array)
     _gelu_backward(
         x.array.reshape(-1), dy.array.reshape(-1), out.array.reshape(-1), form == "erf", in_place
     )
+    if sums is not None:
+        sum_rows(out.view((x.size // max(sums.size, 1), sums.size)), out=sums)
 
 
 @kernel("void(float32[::1], float32[::1], float32[::1], boolean, boolean)", cost=1.5)

@@ -8,12 +8,17 @@ import triton
 import triton.language as tl
 
 from forge.backends.cuda.philox import keep_factors
+from forge.backends.cuda.reduce import fold
 from forge.backends.cuda.shape import block_indices, blocks, expanded, merge, place
 from forge.backends.cuda.triton_jit import launch
 from forge.philox import threshold
-from forge.tensor import Shape, Tensor
+from forge.tensor import Shape, Tensor, empty
 
 BLOCK = 1024
+# Tiles of a program that also sums columns, and programs: four for each multiprocessor of the
+# largest cards, and the same on every card, for the same bits.
+SUM_ROWS, SUM_COLUMNS = 8, 512
+SUM_PROGRAMS = 528
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 # What float32 loses of it.
@@ -167,6 +172,37 @@ def _gelu_backward(x, dy, out, count, FORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _gelu_backward_sums(
+    x,
+    dy,
+    out,
+    partial,
+    N,
+    C,
+    per_program,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Of some rows and columns, and what they add to the sums of the columns."""
+    part = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+    start = part * per_program
+    for first in tl.range(0, per_program, ROWS, num_stages=STAGES):
+        rows = start + first + tl.arange(0, ROWS)
+        inside = (rows < N)[:, None] & (columns < C)[None, :]
+        places = rows.to(tl.int64)[:, None] * C + columns[None, :]
+        v = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(dy + places, mask=inside, other=0.0).to(tl.float32)
+        slope = d * gelu_slope(v, FORM)
+        tl.store(out + places, slope, mask=inside)
+        total += slope
+    tl.store(partial + part * C + columns, tl.sum(total, 0), mask=columns < C)
+
+
+@triton.jit
 def _dropout(x, key, out, per_sample, first_sample, site, limit, factor, BLOCK: tl.constexpr):
     """A program drops BLOCK elements of one sample."""
     sample = tl.program_id(1)
@@ -286,10 +322,34 @@ def cast(x: Tensor, *, out: Tensor) -> None:
     launch(_cast, (blocks(out.size, BLOCK),), x, out, out.size, BLOCK=BLOCK)
 
 
-def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, form: str) -> None:
-    """out = dy gelu'(x); out may be dy."""
-    grid = (blocks(out.size, BLOCK),)
-    launch(_gelu_backward, grid, x, dy, out, out.size, FORM=form, BLOCK=BLOCK)
+def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, sums: Tensor | None, form: str) -> None:
+    """out = dy gelu'(x), and sums[c] += sum over n of out[n, c]; out may be dy."""
+    if sums is None:
+        grid = (blocks(out.size, BLOCK),)
+        launch(_gelu_backward, grid, x, dy, out, out.size, FORM=form, BLOCK=BLOCK)
+        return
+    C = sums.size
+    N = x.size // max(C, 1)
+    across = blocks(C, SUM_COLUMNS)
+    parts = max(1, min(SUM_PROGRAMS // max(1, across), blocks(N, SUM_ROWS)))
+    partial = empty((parts, 1, C), "float32", x.device)
+    launch(
+        _gelu_backward_sums,
+        (parts, across),
+        x,
+        dy,
+        out,
+        partial,
+        N,
+        C,
+        blocks(blocks(N, parts), SUM_ROWS) * SUM_ROWS,
+        FORM=form,
+        ROWS=SUM_ROWS,
+        COLUMNS=SUM_COLUMNS,
+        STAGES=3,
+        num_warps=8,
+    )
+    fold(partial, sums)
 
 
 def dropout(

@@ -109,8 +109,8 @@ def gelu_array(x: Array, form: str) -> Array:
     return result
 
 
-def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, form: str) -> None:
-    """out = dy gelu'(x)."""
+def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, sums: Tensor | None, form: str) -> None:
+    """out = dy gelu'(x); sums[c] += sum over n of out[n, c]."""
     v = read(x)
     if form == "erf":
         cdf = 0.5 * (1.0 + _erf(v / math.sqrt(2.0)))
@@ -118,7 +118,10 @@ def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, form: str) -> None:
     else:
         t = np.tanh(GELU_K * (v + GELU_C * v**3))
         slope = 0.5 * (1.0 + t) + 0.5 * v * (1.0 - t * t) * GELU_K * (1.0 + 3.0 * GELU_C * v * v)
-    write(out, read(dy) * slope.astype(v.dtype))
+    result = read(dy) * slope.astype(v.dtype)
+    write(out, result)
+    if sums is not None:
+        _add_to(sums, result.reshape(-1, x.shape[-1]).sum(axis=0))
 
 
 def dropout(
