@@ -154,6 +154,10 @@ MISTAKES = {
     "micro-batch": ("train --micro-batch 3", "divisible by --micro-batch, got 8 and 3"),
     "device": ("train --device tpu", '"tpu"'),
     "GPU": ("train --device cuda", "expected"),
+    "tf32 on a CPU": (
+        "train --tf32 --device cpu",
+        "expected --tf32 on a GPU, got it on cpu, which",
+    ),
     "precision": ("train --precision bf16 --device cpu", "expected --precision fp32 on cpu"),
     "nothing to resume": ("train --resume", "expected a run to resume"),
     "allow what": ("train --resume --allow-change lrr", "did you mean lr?"),

@@ -27,6 +27,11 @@ def refused(**values):
     return message
 
 
+def test_tf32_is_a_way_to_multiply_float32():
+    assert "expected --precision fp32 with --tf32, got bf16" in refused(precision="bf16", tf32=True)
+    assert changed_mathematics(Config(), Config(tf32=True)) == ["tf32"]
+
+
 def test_every_setting_is_described():
     names = [setting.name for setting in settings()]
     assert names == [field.name for field in dataclasses.fields(Config)]

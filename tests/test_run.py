@@ -265,8 +265,9 @@ def test_what_may_change_the_bits_is_named():
     assert choices.changed(now.frozen(), now) == []
     assert choices.changed({}, now) == []
     assert choices.changed(old, now) == [f"numpy 1.0 → {now.versions['numpy']}"]
-    other = {**now.frozen(), "device": "cuda", "micro_batch": 2}
-    assert choices.changed(other, now) == ["device cuda → cpu", "micro_batch 2 → 4"]
+    other = {**now.frozen(), "device": "cuda", "micro_batch": 2, "tf32": True}
+    found = ["device cuda → cpu", "micro_batch 2 → 4", "tf32 True → False"]
+    assert choices.changed(other, now) == found
 
 
 # ---- A run

@@ -142,6 +142,28 @@ def test_attention_over_several_blocks(interpreted, dtype, bound, shape, p):
     assert max(interpreted(attention_errors, dtype, *shape, p)) < bound
 
 
+def rounded_errors(dtype):
+    """As above with TF32 allowed, to which the interpreter does not round; what was launched."""
+    from forge.backends.cuda import flash, precision
+
+    launch, said = flash.launch, []
+    precision.allow_tf32(True)
+    try:
+        flash.launch = lambda *a, **k: said.append(k.get("ROUNDING")) or launch(*a, **k)
+        return attention_errors(dtype, 1, 40, 1, 16, 0.0), said
+    finally:
+        precision.allow_tf32(False)
+        flash.launch = launch
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("bfloat16", 8e-3)])
+def test_tf32_is_a_constant_of_the_kernels_that_multiply_float32(interpreted, dtype, bound):
+    found, said = interpreted(rounded_errors, dtype)
+    assert max(found) < bound
+    rounding = "tf32" if dtype == "float32" else "ieee"
+    assert said == [rounding, None, rounding, rounding]
+
+
 def cached_errors(T, N, pos):
     B, H, D = 2, 2, 8
     q, k, v = random(B, T, H * D), random(B, H, N, D, seed=1), random(B, H, N, D, seed=2)
@@ -222,12 +244,18 @@ def i64(*shape):
 
 
 def call_attention(kernels):
-    for make, D, p in ((bf16, 64, 0.0), (f32, 16, 0.1)):
+    from forge.backends.cuda import precision
+
+    for make, D, p, tf32 in ((bf16, 64, 0.0, False), (f32, 16, 0.1, False), (f32, 64, 0.1, True)):
+        precision.allow_tf32(tf32)
         qkv, out, lse = make(2, T, 6 * D), make(2, T, 2 * D), f32(2, 2, T)
         key = i64(2) if p else None
         how = {"n_head": 2, "p": p, "site": 1, "first_sample": 0}
         kernels.attention(qkv, key, out=out, lse=lse, **how)
         kernels.attention_backward(qkv, out, out, lse, key, dqkv=qkv, **how)
+    q, cache = f32(B, 1, C), f32(B, H, T, C // H)
+    kernels.cached_attention(q, cache, cache, i64(B), out=q, n_head=H)
+    precision.allow_tf32(False)
     cache, scores = bf16(B, H, T, C // H), bf16(B * H, T, T)
     for length, pos in ((1, i64(B)), (T, 0)):
         q, qkv = bf16(B, length, C), bf16(B, length, 3 * C)
@@ -355,6 +383,16 @@ def test_kernels_compile(apart, family, arch):
     for name, shared, size in binaries:
         assert size > 1000, name
         assert shared <= ARCHITECTURES[arch], name
+
+
+def roundings():
+    return {
+        dict(v.constants)["ROUNDING"] for v in variants("attention") if "ROUNDING" in dict(v[2])
+    }
+
+
+def test_kernels_compile_with_and_without_tf32(apart):
+    assert apart(roundings) == {"ieee", "tf32"}
 
 
 def names_of_compiled():

@@ -102,6 +102,9 @@ class Config:
         1337, "Training", "seed of weights, data order and dropout", "[0, 4294967295]"
     )
     precision: Literal["fp32", "bf16"] = _setting("fp32", "Training", "number format of products")
+    tf32: bool = _setting(
+        False, "Training", "on a GPU, round the operands of fp32 products to TF32's 10 bits"
+    )
 
     # ---- Machine
     device: Literal["auto", "cpu", "cuda", "reference"] = _setting(
@@ -152,6 +155,11 @@ class Config:
                 "[config] expected --batch-size divisible by --micro-batch, got "
                 f"{self.batch_size} and {self.micro_batch}; "
                 f"try --micro-batch {math.gcd(self.batch_size, self.micro_batch)}"
+            )
+        if self.tf32 and self.precision != "fp32":
+            raise ConfigError(
+                f"[config] expected --precision fp32 with --tf32, got {self.precision}; "
+                "TF32 is a way to multiply float32"
             )
         length = self.steps if self.schedule_steps is None else self.schedule_steps
         if self.warmup_steps is not None and self.warmup_steps > length:

@@ -43,12 +43,15 @@ class Captured:
         """Call the function, or replay what it did."""
         if self._device.kind != "cuda" or self._device.plan:
             return self._function(*args, **keywords)
+        from forge.backends.cuda import precision
+
         arguments = self._signature.bind(*args, **keywords).arguments
         inputs: list[Tensor] = []
-        key = tuple(
+        described = (
             (name, _describe(value, inputs) if name in self._varying else id(value))
             for name, value in arguments.items()
         )
+        key = (precision.tf32(), *described)
         recording = self._recordings.get(key)
         if recording is None:
             if key not in self._seen:

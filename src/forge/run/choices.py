@@ -39,12 +39,14 @@ class Choices:
     threads: int
     versions: dict[str, str]
     reasons: dict[str, str] = field(default_factory=dict)
+    tf32: bool = False
 
     def frozen(self) -> dict[str, Any]:
         """What `frozen.json` holds of them: threads change no result, so they are free."""
         return {
             "device": self.device,
             "micro_batch": self.micro_batch,
+            "tf32": self.tf32,
             "reasons": self.reasons,
             "versions": self.versions,
         }
@@ -64,8 +66,11 @@ def choose(config: Config, frozen: Mapping[str, Any]) -> Choices:
             f"[train] expected --precision fp32 on {device.name}, got bf16; "
             "this version of Forge computes in fp32 there"
         )
+    use_tf32(device, config.tf32)
     micro_batch, memory = _micro_batch(config, device, frozen, reasons)
-    return Choices(device.name, micro_batch, memory, threads, versions(device), reasons)
+    return Choices(
+        device.name, micro_batch, memory, threads, versions(device), reasons, config.tf32
+    )
 
 
 def find_device(name: str) -> tuple[Device, str]:
@@ -89,6 +94,22 @@ def use_threads(device: Device, number: int | None) -> int:
 
     threads.set_threads(number or threads.default_threads())
     return threads.get_threads()
+
+
+def use_tf32(device: Device, allowed: bool) -> None:
+    """Let products of float32 round their operands to TF32, or not, from here on.
+
+    Raises `ConfigError` where the device cannot.
+    """
+    if device.kind == "cuda":
+        from forge.backends.cuda import precision
+
+        precision.allow_tf32(allowed)
+    elif allowed:
+        raise ConfigError(
+            f"[train] expected --tf32 on a GPU, got it on {device.name}, which multiplies float32 "
+            "as it is; leave it out"
+        )
 
 
 def prepare(device: Device) -> None:
@@ -117,7 +138,12 @@ def versions(device: Device) -> dict[str, str]:
 def changed(frozen: Mapping[str, Any], now: Choices) -> list[str]:
     """What may give other bits than the run began with, as `numba 0.61 → 0.62`."""
     then = {**frozen.get("versions", {}), **frozen}
-    values = {**now.versions, "device": now.device, "micro_batch": now.micro_batch}
+    values = {
+        **now.versions,
+        "device": now.device,
+        "micro_batch": now.micro_batch,
+        "tf32": now.tf32,
+    }
     return [
         f"{name} {then[name]} → {value}"
         for name, value in values.items()

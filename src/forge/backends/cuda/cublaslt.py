@@ -26,10 +26,11 @@ from forge.backends.cuda import device
 from forge.errors import DeviceError
 from forge.tensor import Device, empty
 
-# cudaDataType_t and cublasComputeType_t: all products add in float32, and float32 is not rounded
-# to TF32 on its way.
+# cudaDataType_t and cublasComputeType_t: all products add in float32; the second rounds float32
+# operands to TF32 before.
 TYPES = {"float32": 0, "bfloat16": 14}
 COMPUTE_32F = 68
+COMPUTE_32F_FAST_TF32 = 77
 EPILOGUES = {
     "": cublasLt.Epilogue.DEFAULT,
     "bias": cublasLt.Epilogue.BIAS,
@@ -50,7 +51,7 @@ class Product(NamedTuple):
 
     a is [m, k], or [k, m] with trans_a; b is [k, n], or [n, k] with trans_b; `batch` such products
     lie `step`s of elements apart. The epilogue adds a bias [n], applies gelu (tanh), and stores the
-    sum before it as `pre`, shaped as out.
+    sum before it as `pre`, shaped as out. `tf32` rounds float32 operands.
     """
 
     m: int
@@ -69,6 +70,12 @@ class Product(NamedTuple):
     step_a: int = 0
     step_b: int = 0
     step_c: int = 0
+    tf32: bool = False
+
+    @property
+    def compute_type(self) -> int:
+        """What the library calls the arithmetic."""
+        return COMPUTE_32F_FAST_TF32 if self.tf32 else COMPUTE_32F
 
 
 def run(
@@ -113,7 +120,7 @@ class _Plan:
         self._scalars = np.array([1.0, float(p.accumulate)], np.float32)
         self._addresses = np.zeros(2, np.int64)
         kind, out_kind = TYPES[p.dtype], TYPES[p.out_dtype]
-        desc = self._desc = cublasLt.matmul_desc_create(COMPUTE_32F, TYPES["float32"])
+        desc = self._desc = cublasLt.matmul_desc_create(p.compute_type, TYPES["float32"])
         attribute = cublasLt.MatmulDescAttribute
         _set_desc(desc, attribute.TRANSA, int(p.trans_b))
         _set_desc(desc, attribute.TRANSB, int(p.trans_a))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from forge.backends.cuda.embedding import position, split
-from forge.backends.cuda.flash import load_rows, multiply, store_rows, tiles
+from forge.backends.cuda.flash import load_rows, multiply, rounding, store_rows, tiles
 from forge.backends.cuda.shape import blocks
 from forge.backends.cuda.triton_jit import launch
 from forge.tensor import Tensor, empty
@@ -45,6 +45,7 @@ def _cached(
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
     """Of a block of queries and a span of keys; without `sums` the span is all keys.
 
@@ -68,13 +69,13 @@ def _cached(
         k = load_rows(k_cache + row * N * D, j, stop, D, D, WIDTH)
         v = load_rows(v_cache + row * N * D, j, stop, D, D, WIDTH)
         visible = (j[None, :] <= first_position + t[:, None]) & (j < stop)[None, :]
-        scores = multiply(queries, tl.trans(k)) * (scale * LOG2_E)
+        scores = multiply(queries, tl.trans(k), ROUNDING) * (scale * LOG2_E)
         scores = tl.where(visible, scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         p = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
-        result = result * fade[:, None] + multiply(p.to(v.dtype), v)
+        result = result * fade[:, None] + multiply(p.to(v.dtype), v, ROUNDING)
         top = higher
     if sums is None:
         store_rows(out + b * T * C + h * D, t, T, C, result / total[:, None], D, WIDTH)
@@ -148,6 +149,7 @@ def cached_attention(
         1.0 / math.sqrt(D),
         QUERIES=queries,
         KEYS=keys,
+        ROUNDING=rounding(q),
         **sizes,
     )
     if sums is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from forge.backends.cuda import precision
 from forge.backends.cuda.philox import keep_factors
 from forge.backends.cuda.shape import blocks
 from forge.backends.cuda.triton_jit import launch
@@ -45,9 +46,9 @@ def store_rows(start, rows, stop, stride, value, D: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
-def multiply(a, b):
-    """The product of two blocks, added in float32; float32 ones are not rounded to TF32."""
-    return tl.dot(a, b, input_precision="ieee")
+def multiply(a, b, ROUNDING: tl.constexpr):
+    """The product of two blocks, added in float32; float32 ones are rounded to "tf32" or "ieee"."""
+    return tl.dot(a, b, input_precision=ROUNDING)
 
 
 @triton.jit
@@ -66,6 +67,7 @@ def _forward(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
     # The blocks with the most keys first: short ones fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -82,7 +84,8 @@ def _forward(
         k = load_rows(q_start + C, j, T, 3 * C, D, WIDTH)
         v = load_rows(q_start + 2 * C, j, T, 3 * C, D, WIDTH)
         visible = (j[None, :] <= i[:, None]) & (j < T)[None, :]
-        scores = tl.where(visible, multiply(q, tl.trans(k)) * (scale * LOG2_E), -float("inf"))
+        scores = multiply(q, tl.trans(k), ROUNDING) * (scale * LOG2_E)
+        scores = tl.where(visible, scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         p = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(top - higher)
@@ -90,7 +93,7 @@ def _forward(
         if key is not None:
             element = (h * T + i).to(tl.int64)[:, None] * T + j[None, :]
             p *= keep_factors(element, first_sample + b, site, key, limit, factor)
-        result = result * fade[:, None] + multiply(p.to(v.dtype), v)
+        result = result * fade[:, None] + multiply(p.to(v.dtype), v, ROUNDING)
         top = higher
     result = result / total[:, None]
     store_rows(out + b.to(tl.int64) * T * C + h * D, i, T, C, result, D, WIDTH)
@@ -129,6 +132,7 @@ def _backward_keys(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
     """dk and dv of a block of keys, from all queries that see them."""
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
@@ -148,17 +152,17 @@ def _backward_keys(
         inner = tl.load(delta + row + i, mask=i < T, other=0.0)
         # All transposed, [keys, queries], so that the sums over queries are products as they are.
         visible = (j[:, None] <= i[None, :]) & (i < T)[None, :]
-        scores = multiply(k, tl.trans(q)) * (scale * LOG2_E)
+        scores = multiply(k, tl.trans(q), ROUNDING) * (scale * LOG2_E)
         p = tl.where(visible, tl.exp2(scores - log_sum[None, :]), 0.0)
-        dp = multiply(v, tl.trans(do))
+        dp = multiply(v, tl.trans(do), ROUNDING)
         kept = p
         if key is not None:
             element = (h * T + i).to(tl.int64)[None, :] * T + j[:, None]
             keep = keep_factors(element, first_sample + b, site, key, limit, factor)
             kept = p * keep
             dp *= keep
-        dv += multiply(kept.to(do.dtype), do)
-        dk += multiply((p * (dp - inner[None, :])).to(q.dtype), q)
+        dv += multiply(kept.to(do.dtype), do, ROUNDING)
+        dk += multiply((p * (dp - inner[None, :])).to(q.dtype), q, ROUNDING)
     store_rows(dqkv + start + C, j, T, 3 * C, dk * scale, D, WIDTH)
     store_rows(dqkv + start + 2 * C, j, T, 3 * C, dv, D, WIDTH)
 
@@ -181,6 +185,7 @@ def _backward_queries(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
     """dq of a block of queries, from all keys that they see."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -199,13 +204,13 @@ def _backward_queries(
         k = load_rows(qkv + start + C, j, T, 3 * C, D, WIDTH)
         v = load_rows(qkv + start + 2 * C, j, T, 3 * C, D, WIDTH)
         visible = (j[None, :] <= i[:, None]) & (j < T)[None, :]
-        scores = multiply(q, tl.trans(k)) * (scale * LOG2_E)
+        scores = multiply(q, tl.trans(k), ROUNDING) * (scale * LOG2_E)
         p = tl.where(visible, tl.exp2(scores - log_sum[:, None]), 0.0)
-        dp = multiply(do, tl.trans(v))
+        dp = multiply(do, tl.trans(v), ROUNDING)
         if key is not None:
             element = (h * T + i).to(tl.int64)[:, None] * T + j[None, :]
             dp *= keep_factors(element, first_sample + b, site, key, limit, factor)
-        dq += multiply((p * (dp - inner[:, None])).to(k.dtype), k)
+        dq += multiply((p * (dp - inner[:, None])).to(k.dtype), k, ROUNDING)
     store_rows(dqkv + start, i, T, 3 * C, dq * scale, D, WIDTH)
 
 
@@ -239,6 +244,7 @@ def attention(
         threshold(p),
         1.0 / (1.0 - p),
         **sizes,
+        ROUNDING=rounding(qkv),
     )
 
 
@@ -280,7 +286,13 @@ def attention_backward(
             threshold(p),
             1.0 / (1.0 - p),
             **sizes,
+            ROUNDING=rounding(qkv),
         )
+
+
+def rounding(x: Tensor) -> str:
+    """How products of x's blocks round float32 operands; the same for all other dtypes."""
+    return "tf32" if precision.tf32(x.dtype) else "ieee"
 
 
 def tiles(x: Tensor, D: int) -> dict[str, Any]:

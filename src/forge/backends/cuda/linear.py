@@ -6,7 +6,7 @@ added to it.
 
 from __future__ import annotations
 
-from forge.backends.cuda import cublaslt, pointwise, shape
+from forge.backends.cuda import cublaslt, pointwise, precision, shape
 from forge.backends.cuda.cublaslt import Product
 from forge.tensor import Tensor, empty
 
@@ -55,6 +55,7 @@ def matmul(
         step_a=a.shape[-2] * a.shape[-1],
         step_b=b.shape[-2] * b.shape[-1],
         step_c=m * n,
+        tf32=precision.tf32(a.dtype),
     )
     if not cublaslt.run(product, a.pointer, b.pointer, out.pointer, alpha=alpha):
         raise cublaslt.missing(product)
@@ -73,7 +74,18 @@ def linear(
         epilogue += " gelu" if pre is None else " gelu pre"
     if epilogue and k and n % ALIGNED == 0 and k % ALIGNED == 0:
         assert bias is not None
-        product = Product(m, n, k, k, n, n, False, False, x.dtype, out.dtype, epilogue=epilogue)
+        product = Product(
+            m,
+            n,
+            k,
+            lda=k,
+            ldb=n,
+            ldc=n,
+            dtype=x.dtype,
+            out_dtype=out.dtype,
+            epilogue=epilogue,
+            tf32=precision.tf32(x.dtype),
+        )
         addresses = {"bias": bias.pointer}
         if pre is not None and epilogue.endswith("pre"):
             addresses["pre"] = pre.pointer
