@@ -20,7 +20,7 @@ SCRIPTS = [path for top in ("benchmarks", "examples") for path in (ROOT / top).r
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 BASE = {"errors", "dtypes", "philox", "config"}
-VALUES = BASE | {"tensor", "pool"}
+VALUES = BASE | {"tensor", "pool", "dlpack"}
 ENGINE = VALUES | {"autograd", "backends", "ops", "extend"}
 STATE = ENGINE | {"params"}
 RUN = STATE | {"models", "data", "optim", "checkpoint", "durable", "graph"}
@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "config": {"errors", "dtypes"},
     "durable": {"errors"},
     "pool": BASE,
-    "tensor": BASE | {"pool"},
+    "dlpack": BASE,
+    "tensor": BASE | {"pool", "dlpack"},
     "autograd": VALUES,
     "backends": VALUES,
     "ops": VALUES | {"autograd", "backends"},

@@ -251,44 +251,6 @@ def test_exported_memory_is_not_reused_while_a_consumer_lives():
     assert not any(np.shares_memory(array, other.array) for other in others)
 
 
-def test_bfloat16_is_refused_by_name():
-    with pytest.raises(DtypeError, match=r'\[__dlpack__\] .* got bfloat16; cast to "float32"'):
-        np.from_dlpack(forge.tensor([1.0], "bfloat16"))
-
-
-class Exporter:
-    """Another library's array, which speaks DLPack only."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **keywords):
-        return self.array.__dlpack__(**keywords)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-
-def test_what_speaks_dlpack_is_copied_in():
-    array = np.arange(6.0).reshape(2, 3)
-    x = forge.tensor(Exporter(array.T))
-    array[0, 0] = 9.0
-    assert x.dtype == "float64"
-    assert x.numpy().tolist() == [[0, 3], [1, 4], [2, 5]]
-
-
-@pytest.mark.torch
-def test_torch_goes_in_and_out():
-    import torch
-
-    t = torch.arange(6.0, requires_grad=False).reshape(2, 3)
-    x = forge.tensor(t)
-    assert (x.dtype, x.numpy().tolist()) == ("float32", t.tolist())
-    shared = torch.from_dlpack(x)
-    x.array[0, 0] = 5.0
-    assert shared[0, 0] == 5.0
-
-
 # In-place ops raise versions
 
 

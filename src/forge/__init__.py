@@ -20,7 +20,7 @@ from forge.errors import (
     ShapeError,
     TapeError,
 )
-from forge.tensor import Device, Tensor, tensor
+from forge.tensor import Device, Tensor, from_dlpack, tensor
 
 __version__ = "0.1.0"
 
@@ -43,6 +43,7 @@ __all__ = [
     "Tensor",
     "Var",
     "check_grads",
+    "from_dlpack",
     "models",
     "ops",
     "strict",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,8 +21,19 @@ ALIGNMENT = 64
 GRANULE = 256
 
 
+class Buffer(NamedTuple):
+    """Bytes that the host cannot see."""
+
+    address: int
+
+
 class Memory(Protocol):
-    """Where a device's buffers come from, and how a Tensor's elements get there and back."""
+    """Where a device's buffers come from, and how a Tensor's elements get there and back.
+
+    `stream` is what its work runs on, in order, as other libraries are told; None on the host.
+    """
+
+    stream: int | None
 
     def allocate(self, size: int) -> Any:
         """A new buffer of `size` bytes; raises `MemoryError` where they are not free."""
@@ -42,9 +53,17 @@ class Memory(Protocol):
     def copy(self, source: Any, x: Any) -> None:
         """Copy a Tensor of this memory into x, of its shape and dtype."""
 
+    def hand_over(self, stream: int | None) -> None:
+        """Let another library's stream wait for the work so far, as DLPack numbers streams."""
+
+    def settle(self) -> None:
+        """Wait for the work so far."""
+
 
 class HostMemory:
     """The host's own memory: a Tensor's `array` is a view of its buffer."""
+
+    stream: int | None = None
 
     def allocate(self, size: int) -> np.ndarray:
         """A new buffer of `size` bytes."""
@@ -71,9 +90,17 @@ class HostMemory:
         """Copy a Tensor into x."""
         x.array[...] = source.array
 
+    def hand_over(self, stream: int | None) -> None:
+        """Nothing: work here is done when its call returns."""
+
+    def settle(self) -> None:
+        """Nothing, likewise."""
+
 
 class NoMemory:
     """A plan's memory: buffers are None, and nothing is stored in them."""
+
+    stream: int | None = None
 
     def allocate(self, size: int) -> None:
         """No buffer."""
@@ -92,6 +119,12 @@ class NoMemory:
         raise AssertionError("a plan has no memory to read")
 
     def copy(self, source: Any, x: Any) -> None:
+        """Nothing."""
+
+    def hand_over(self, stream: int | None) -> None:
+        """Nothing."""
+
+    def settle(self) -> None:
         """Nothing."""
 
 

@@ -8,15 +8,16 @@ and so one version. Tensors are contiguous.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from forge import dtypes
+from forge import dlpack, dtypes
 from forge.errors import DeviceError, DtypeError, ForgeError, ShapeError
-from forge.pool import HostMemory, Memory, NoMemory, Pool, rounded
+from forge.pool import Buffer, HostMemory, Memory, NoMemory, Pool, rounded
 
 Shape = tuple[int, ...]
 
@@ -88,9 +89,30 @@ class Storage:
         self.buffer = self._pool.take(self._size)
 
     def __del__(self) -> None:
-        # A buffer another library may still read must not be handed out again.
-        buffer = None if self.exported else self.buffer
-        self._pool.give(self._size, buffer)
+        if not self.exported:
+            self._pool.give(self._size, self.buffer)
+            return
+        # What another library may still read must not be handed out again; the system takes it
+        # back when the last array of it goes, or when the GPU has done all its work.
+        self._pool.give(self._size, None)
+        self.device.memory.release(self.buffer)
+
+
+class Borrowed(Storage):
+    """Memory of another library, which `owner` keeps until nothing here works on it."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, buffer: Any, owner: Any, device: Device) -> None:
+        self.device = device
+        self.version = 0
+        self.exported = False
+        self.buffer = buffer
+        self._owner = owner
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.device.memory.settle()
 
 
 class Tensor:
@@ -178,36 +200,54 @@ class Tensor:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
-    def __dlpack__(self, **keywords: Any) -> Any:
-        if self.dtype == "bfloat16":
-            raise DtypeError(
-                "[__dlpack__] expected a dtype NumPy can export, got bfloat16; "
-                'cast to "float32" first: the copy is exact'
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule of the memory itself, as the array API standard says.
+
+        On a GPU the consumer's `stream` waits for what was computed so far; a `dl_device` of the
+        host gets a copy. Raises `DeviceError` for any other, and `BufferError` where a copy is
+        needed and `copy` is False.
+        """
+        own = self.__dlpack_device__()
+        asked = own if dl_device is None else tuple(map(int, dl_device))
+        if asked not in (own, (dlpack.CPU, 0)):
+            raise DeviceError(
+                f"[__dlpack__] expected DLPack's device {own} or the host's, got {asked}; "
+                "copy it there by the other library"
             )
-        array = self._host("__dlpack__")
-        self.storage.exported = True
-        return array.__dlpack__(**keywords)
+        if asked != own:
+            if copy is False:
+                raise BufferError("[__dlpack__] expected copy not False from a GPU, got False")
+            return dlpack.give(self.numpy(), dlpack.CPU, max_version=max_version)
+        if self.array is not None:
+            self.storage.exported = True
+            return dlpack.give(
+                self.array, dlpack.CPU, stream=stream, max_version=max_version, copy=copy
+            )
+        x = self
+        if copy:
+            x = empty_like(self)
+            self.device.memory.copy(self, x)
+        x.storage.exported = True
+        x.device.memory.hand_over(stream)
+        where = dlpack.span(x.pointer, x.shape, dtypes.NUMPY[x.dtype], x.storage)
+        return dlpack.give(where, dlpack.CUDA, max_version=max_version)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        device: tuple[int, int] = self._host("__dlpack_device__").__dlpack_device__()
-        return device
+        self._check_memory("__dlpack_device__")
+        return (dlpack.CUDA if self.array is None else dlpack.CPU), 0
 
     def _check_memory(self, what: str) -> None:
         if self.device.plan:
             raise DeviceError(
                 f"[{what}] expected a Tensor with memory, got {self!r}; a plan device has none"
             )
-
-    def _host(self, what: str) -> np.ndarray:
-        """The array itself, where the host sees it."""
-        self._check_memory(what)
-        if self.array is None:
-            raise DeviceError(
-                f"[{what}] expected a Tensor in the host's memory, got {self!r}; "
-                "copy it there with numpy()"
-            )
-        array: np.ndarray = self.array
-        return array
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copied and pickled by value: a Storage belongs to its pool.
@@ -294,14 +334,16 @@ def zeros_like(x: Tensor) -> Tensor:
 def tensor(array: Any, dtype: str | None = None, device: Device | str | None = None) -> Tensor:
     """A Tensor holding a copy of `array`.
 
-    `array` is anything NumPy reads (numbers, sequences, arrays, Tensors, DLPack exporters); `dtype`
-    defaults to its own, where Python's floats count as float32 and integers as int64; `device`
-    defaults to the CPU. Raises `DtypeError` for a dtype that Forge does not store.
+    `array` is anything NumPy reads (numbers, sequences, arrays, Tensors) or that speaks DLPack;
+    `dtype` defaults to its own, where Python's floats count as float32 and integers as int64;
+    `device` defaults to a Tensor's own, else to the CPU. Raises `DtypeError` for a dtype that Forge
+    does not store.
     """
     if isinstance(array, Tensor):
         device = array.device if device is None else device
-        array = array.numpy() if array.array is None else array.array
-    source = _as_numpy(array)
+        source = array.numpy() if array.array is None else array.array
+    else:
+        source = _as_numpy(array)
     pythons_own = isinstance(array, float | Sequence) and not isinstance(array, np.generic)
     if dtype is None and pythons_own and source.dtype == np.float64:
         dtype = "float32"
@@ -312,6 +354,25 @@ def tensor(array: Any, dtype: str | None = None, device: Device | str | None = N
 
 
 def _as_numpy(array: Any) -> np.ndarray:
-    if hasattr(array, "__array__") or not hasattr(array, "__dlpack__"):
+    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
         return np.asarray(array)
-    return np.from_dlpack(array)
+    if dlpack.place(array) == dlpack.CPU:
+        return dlpack.take(array, None)
+    return from_dlpack(array).numpy()
+
+
+def from_dlpack(array: Any) -> Tensor:
+    """A Tensor on the memory of another library's array, on the host or the GPU, without a copy.
+
+    On a GPU it is ready for what follows here; the array's owner is told when the Tensor is gone.
+    A change by either is seen by both, but does not raise the Tensor's version. Raises `DtypeError`
+    for a dtype that Forge does not store, `DeviceError` for another place, `ShapeError` for an
+    array that is not contiguous and `ArgumentError` for a read-only one: `forge.tensor` copies.
+    """
+    device = Device("cpu" if dlpack.place(array) == dlpack.CPU else "cuda")
+    taken = dlpack.contiguous(dlpack.take(array, device.memory.stream))
+    dtype = dtypes.from_numpy(taken.dtype)
+    if device.kind == "cpu":
+        return Tensor(taken.shape, dtype, Borrowed(None, taken, device), taken)
+    buffer = Buffer(taken.ctypes.data)
+    return Tensor(taken.shape, dtype, Borrowed(buffer, taken, device), None)

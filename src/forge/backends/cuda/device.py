@@ -66,6 +66,11 @@ def eager(what: str) -> None:
         )
 
 
+def capturing() -> bool:
+    """Whether work is being recorded, and not done."""
+    return _capturing
+
+
 def absent(reason: str, hint: str) -> DeviceError:
     """The error for a GPU that cannot be used."""
     return DeviceError(f"[cuda] expected a usable NVIDIA GPU, got {reason}; {hint}")
@@ -165,6 +170,11 @@ class Event:
     def wait(self) -> None:
         """Wait, on the host, until the stream has passed the mark."""
         check("the GPU's work", runtime().cudaEventSynchronize(self._event))
+
+    def hold(self, stream: int) -> None:
+        """Let another stream wait, on the GPU, until this one has passed the mark."""
+        cuda = runtime()
+        check("cudaStreamWaitEvent", cuda.cudaStreamWaitEvent(stream, self._event, 0))
 
     def since(self, start: Event) -> float:
         """Milliseconds from another mark to this one, once passed."""

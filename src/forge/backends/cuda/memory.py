@@ -8,30 +8,25 @@ them for a batch, so that the next one is queued while the GPU is still at the s
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from forge import dtypes
 from forge.backends.cuda import device
 from forge.errors import OutOfMemoryError
+from forge.pool import Buffer
 
 # Bytes of a slot, enough for a copy to run at the bus's rate, and their number.
 SLOT = 4 << 20
 SLOTS = 12
 
 
-class Buffer(NamedTuple):
-    """Bytes on the GPU."""
-
-    address: int
-
-
 class CudaMemory:
     """The memory of the GPU; raises `DeviceError` where there is no usable one."""
 
     def __init__(self) -> None:
-        device.stream()
+        self.stream: int | None = device.stream()
         self._cuda = device.runtime()
         self._slots: list[_Slot] = []
         self._next = -1
@@ -110,6 +105,20 @@ class CudaMemory:
             here, there, stream = source.pointer, x.pointer, device.stream()
             result = cuda.cudaMemcpyAsync(there, here, source.nbytes, kind, stream)
             device.check("a copy on the GPU", result)
+
+    def hand_over(self, stream: int | None) -> None:
+        """Let another library's stream wait for the work so far, as DLPack numbers streams.
+
+        None and 1 are the default stream, 2 that of the thread, which are CUDA's own numbers too;
+        -1 asks for nothing.
+        """
+        if stream != -1:
+            device.Event().record().hold(1 if stream is None else stream)
+
+    def settle(self) -> None:
+        """Wait for the work so far; within a capture there is none."""
+        if not device.capturing():
+            device.synchronize()
 
     def _slot(self) -> _Slot:
         if len(self._slots) < SLOTS:
