@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from forge import checkpoint, training
+from forge.cli.summary import introduce
 from forge.config import Config, load_toml
 from forge.data.text import load_dataset
 from forge.data.tokenizer import ByteTokenizer
@@ -304,6 +306,38 @@ def test_steps_match_a_loop_by_hand(settings):
         state = training.step_state(config.seed, step, other.schedule(step), REFERENCE)
         training.train_step(other.model, other.params, other.grads, other.optimizer, batch, state)
     assert np.array_equal(other.params.flat.numpy(), session.trainer.params.flat.numpy())
+
+
+def test_the_algorithms_of_products_are_kept_with_the_run(settings, monkeypatch, capsys):
+    """A device that times algorithms has one for the steps, and one more for validation."""
+    came_up = []
+
+    def learn(chosen):
+        before = dict(chosen.products.get("algorithms", {}))
+        if not came_up or (came_up[-1] == "validated" and len(before) == 1):
+            before[str(len(came_up))] = f"{len(came_up):0128x}"
+        came_up.append("learned")
+        more = before != chosen.products.get("algorithms", {})
+        chosen.products = {"chosen_for": "a card", "algorithms": before}
+        return more
+
+    evaluate = Trainer.evaluate
+    note = lambda *args: came_up.append("validated") or evaluate(*args)  # noqa: E731
+    monkeypatch.setattr(choices.Choices, "learn_products", learn)
+    monkeypatch.setattr(Trainer, "evaluate", note)
+    session, report = train({**settings, "checkpoint_every": 3})
+    (notice,) = report.notices
+    assert re.fullmatch("products: 1 algorithms, table [0-9a-f]{12}, kept in frozen.json", notice)
+    kept = session.folder.read_frozen()["products"]
+    assert kept == session.choices.products
+    assert len(kept["algorithms"]) == 2
+    assert checkpoint.load(session.folder.newest()).state["frozen"]["products"] == kept
+    with resume(None, {"out": settings["out"], "steps": 7}, ()) as again:
+        assert again.choices.products == kept
+        introduce(again)
+    assert re.search(
+        r"products  2 algorithms, table [0-9a-f]{12} \(as the run", capsys.readouterr().out
+    )
 
 
 def test_the_held_out_loss_is_that_of_all_held_out_tokens(settings):

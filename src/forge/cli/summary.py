@@ -45,6 +45,8 @@ def introduce(run: Session) -> None:
     row("device", f"{chosen.device} ({reasons['device']})")
     row("threads", f"{chosen.threads} ({reasons['threads']})")
     row("micro", f"{chosen.micro_batch} samples ({reasons['micro_batch']})")
+    if products := chosen.products_in_words():
+        row("products", f"{products} (as the run began)")
     row("memory", f"{max(1, round(chosen.memory / 1e6)):,} MB of buffers at the peak, by plan")
     start = "" if run.resumed_at is None else f", from step {run.resumed_at}"
     row("run", f"{run.folder.path}{start}")

@@ -1,4 +1,4 @@
-"""What a run chooses by itself, with its reasons: device, micro-batch size, threads.
+"""What a run chooses by itself, with its reasons: device, micro-batch size, threads, algorithms.
 
 The choices are frozen in the run's `frozen.json` at its first start, and a resumed run makes the
 same. With them stand the versions of all that computes: where one differs, the same bits are no
@@ -7,7 +7,9 @@ longer promised.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import math
 import os
 import platform
@@ -31,7 +33,11 @@ _SNAPSHOT_COPIES = 3
 
 @dataclass
 class Choices:
-    """The automatic choices of a run; `reasons` says why, by name."""
+    """The automatic choices of a run; `reasons` says why, by name.
+
+    On a GPU `products` has the `algorithms` that compute its products, and what they were
+    `chosen_for`: card, driver and library.
+    """
 
     device: str
     micro_batch: int
@@ -40,6 +46,7 @@ class Choices:
     versions: dict[str, str]
     reasons: dict[str, str] = field(default_factory=dict)
     tf32: bool = False
+    products: dict[str, Any] = field(default_factory=dict)
 
     def frozen(self) -> dict[str, Any]:
         """What `frozen.json` holds of them: threads change no result, so they are free."""
@@ -49,7 +56,27 @@ class Choices:
             "tf32": self.tf32,
             "reasons": self.reasons,
             "versions": self.versions,
+            "products": self.products,
         }
+
+    def learn_products(self) -> bool:
+        """Add the algorithms of products that came up since; whether there were any."""
+        if self.device != "cuda":
+            return False
+        from forge.backends.cuda import cublaslt
+
+        before: dict[str, str] = self.products["algorithms"]
+        now = {**before, **cublaslt.used()}
+        self.products["algorithms"] = now
+        return now != before
+
+    def products_in_words(self) -> str:
+        """How many algorithms the table of products has, and the start of its SHA-256."""
+        algorithms = self.products.get("algorithms", {})
+        if not algorithms:
+            return ""
+        digest = hashlib.sha256(json.dumps(algorithms, sort_keys=True).encode()).hexdigest()
+        return f"{len(algorithms)} algorithms, table {digest[:12]}"
 
 
 def choose(config: Config, frozen: Mapping[str, Any]) -> Choices:
@@ -69,7 +96,14 @@ def choose(config: Config, frozen: Mapping[str, Any]) -> Choices:
     use_tf32(device, config.tf32)
     micro_batch, memory = _micro_batch(config, device, frozen, reasons)
     return Choices(
-        device.name, micro_batch, memory, threads, versions(device), reasons, config.tf32
+        device.name,
+        micro_batch,
+        memory,
+        threads,
+        versions(device),
+        reasons,
+        config.tf32,
+        _products(device, frozen),
     )
 
 
@@ -144,10 +178,12 @@ def changed(frozen: Mapping[str, Any], now: Choices) -> list[str]:
         "micro_batch": now.micro_batch,
         "tf32": now.tf32,
     }
+    chosen_for = (x.get("products", {}).get("chosen_for") for x in (frozen, now.frozen()))
+    then["products for"], values["products for"] = chosen_for
     return [
         f"{name} {then[name]} → {value}"
         for name, value in values.items()
-        if name in then and then[name] != value
+        if then.get(name) is not None and then[name] != value
     ]
 
 
@@ -239,6 +275,27 @@ def _micro_batch(
         f"[train] expected a run that fits in the {(available or 0) / 1e9:.1f} GB of memory left "
         f"here, got one that needs {need / 1e9:.1f} GB; try a smaller {smaller}"
     )
+
+
+def _products(device: Device, frozen: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's table of algorithms, from here on in use on a GPU that it was chosen for."""
+    before = frozen.get("products", {})
+    if before:
+        from forge.backends.cuda.algorithms import intact
+
+        if not isinstance(before, dict) or not intact(before.get("algorithms")):
+            raise ConfigError(
+                "[run] expected the products in frozen.json as they were written, got them edited; "
+                "remove them there, and their algorithms are chosen anew"
+            )
+    if device.kind != "cuda":
+        return dict(before)
+    from forge.backends.cuda import cublaslt
+
+    chosen_for = cublaslt.chosen_for()
+    algorithms = before["algorithms"] if before.get("chosen_for") == chosen_for else {}
+    cublaslt.begin_run(algorithms)
+    return {"chosen_for": chosen_for, "algorithms": algorithms}
 
 
 def _read(path: str) -> str:

@@ -76,6 +76,10 @@ class RunFolder:
     def write(self, config: Config, frozen: Mapping[str, Any]) -> None:
         """Save the settings and the automatic choices; the folder's own name is not among them."""
         durable.replace(self.config, to_toml(_without_out(config)))
+        self.write_frozen(frozen)
+
+    def write_frozen(self, frozen: Mapping[str, Any]) -> None:
+        """Save the automatic choices alone."""
         durable.replace(self.frozen, json.dumps(frozen, indent=1) + "\n")
 
     def read_frozen(self) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class Session:
                 self.val_loss, self.best = stored.val_loss, stored.best
         self.resumed_at = None if saved is None else saved.step
         self._saved = self.resumed_at
+        self._frozen = False
 
     def __enter__(self) -> Session:
         return self
@@ -109,6 +110,7 @@ class Session:
         while trainer.step < self.config.steps and not stop.requested:
             clock.start()
             done = trainer.advance()
+            self._freeze(reporter)
             writer.check()
             rate = clock.stop(done.tokens)
             reporter.step(trainer.step, done, rate, logged=self._logs(trainer.step))
@@ -141,6 +143,20 @@ class Session:
         if at_end or _due(step, config.checkpoint_every):
             self._save(writer, log)
 
+    def _freeze(self, reporter: Reporter) -> None:
+        """After the first step: keep with the run which algorithms compute its products."""
+        if self._frozen:
+            return
+        self._frozen = True
+        if self._froze_more():
+            reporter.notice(f"products: {self.choices.products_in_words()}, kept in frozen.json")
+
+    def _froze_more(self) -> bool:
+        more = self.choices.learn_products()
+        if more:
+            self.folder.write_frozen(self.choices.frozen())
+        return more
+
     def _logs(self, step: int) -> bool:
         return step == self.config.steps or _due(step, self.config.log_every)
 
@@ -156,6 +172,8 @@ class Session:
         best = loss is not None and (self.best is None or loss < self.best["val_loss"])
         if best:
             self.best = {"step": step, "val_loss": loss}
+        # Validation has products of its own.
+        self._froze_more()
         log.sync()
         writer.wait()
         writer.save(step, self.trainer.snapshot(), self._state(), best=best, keep=self.config.keep)

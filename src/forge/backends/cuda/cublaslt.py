@@ -1,9 +1,9 @@
 """Products by cuBLASLt: one call each, by an algorithm chosen by timing.
 
 A `Product` says everything about a product but its addresses. Its first call asks the library for
-candidates, times them on the operands at hand, and keeps the fastest, in memory and in
-`$XDG_CACHE_HOME/forge/cublaslt-<hash>.json`, under a hash of card, driver and library: the same
-machine always chooses the same, so a run's bits do not depend on a measurement made anew.
+candidates, times them on the operands at hand, and keeps the fastest in a table (`algorithms`) of
+this card, driver and library: the same machine always chooses the same, and so does a resumed run,
+so the bits do not depend on a measurement made anew.
 
 All is row-major here. The library is column-major, where a row-major matrix is its transpose: so
 out = op(a) op(b) is asked for as out^T = op(b)^T op(a)^T, with the operands swapped.
@@ -12,8 +12,8 @@ out = op(a) op(b) is asked for as out^T = op(b)^T op(a)^T, with the operands swa
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from nvmath.bindings import cublasLt
 
 from forge import dtypes
 from forge.backends.cuda import device
+from forge.backends.cuda.algorithms import Table
 from forge.errors import DeviceError
 from forge.tensor import Device, empty
 
@@ -92,11 +93,31 @@ def run(
     alignment = (a | b | out | bias | pre) & -(a | b | out | bias | pre)
     plan = _plan(product, min(alignment, 256))
     if plan.algorithm is None:
-        plan.choose(a, b, out, bias, pre)
+        if plan.recall(a, b, out, alpha, bias, pre):
+            return True
+        plan.choose(a, b, bias, pre)
     if plan.algorithm.size == 0:
         return False
     plan(a, b, out, alpha, bias, pre)
     return True
+
+
+@cache
+def chosen_for() -> str:
+    """The card, driver and library that an algorithm is chosen for."""
+    card = device.card()
+    return f"{card.name}, driver {card.driver}, cuBLASLt {cublasLt.get_version()}"
+
+
+def begin_run(algorithms: Mapping[str, str]) -> None:
+    """From here on a run's algorithms, by product, go before the machine's."""
+    _table().begin_run(algorithms)
+    _plan.cache_clear()
+
+
+def used() -> dict[str, str]:
+    """The algorithms, by product, of all products since the run began."""
+    return dict(_table().used)
 
 
 def missing(product: Product) -> DeviceError:
@@ -164,12 +185,22 @@ class _Plan:
             device.stream(),
         )
 
-    def choose(self, a: int, b: int, out: int, bias: int, pre: int) -> None:
-        """Take the algorithm from the table, or time the candidates and note the fastest there."""
-        known = _table().get(self._key)
-        if known is not None:
-            self.algorithm = np.frombuffer(bytes.fromhex(known), np.uint8).copy()
-            return
+    def recall(self, a: int, b: int, out: int, alpha: float, bias: int, pre: int) -> bool:
+        """Compute by the table's algorithm; False where it has none that the library takes."""
+        self.algorithm = _table().find(self._key)
+        if self.algorithm is None:
+            return False
+        try:
+            self(a, b, out, alpha, bias, pre)
+        except cublasLt.cuBLASLtError:
+            # It refuses before it computes.
+            _table().refuse(self._key)
+            return False
+        _table().use(self._key, self.algorithm, tuned=False)
+        return True
+
+    def choose(self, a: int, b: int, bias: int, pre: int) -> None:
+        """Time the candidates and note the fastest in the table."""
         device.eager("new product")
         candidates = self._candidates()
         p = self._product
@@ -177,8 +208,7 @@ class _Plan:
             candidates = [self._fastest(candidates, a, b, bias, pre)]
         self.algorithm = candidates[0] if candidates else np.empty(0, np.uint8)
         if candidates:
-            _table()[self._key] = self.algorithm.tobytes().hex()
-            _save()
+            _table().use(self._key, self.algorithm, tuned=True)
 
     def _candidates(self) -> list[np.ndarray]:
         preference = cublasLt.matmul_preference_create()
@@ -257,28 +287,10 @@ def _workspace() -> Any:
 
 
 @cache
-def _path() -> Path:
-    card = device.card()
-    named = f"{card.name} {card.driver} {cublasLt.get_version()}"
+def _table() -> Table:
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    name = hashlib.sha256(named.encode()).hexdigest()[:16]
-    return Path(cache_home) / "forge" / f"cublaslt-{name}.json"
-
-
-@cache
-def _table() -> dict[str, str]:
-    if not _path().exists():
-        return {}
-    table: dict[str, str] = json.loads(_path().read_text())
-    return table
-
-
-def _save() -> None:
-    path = _path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(_table(), indent=0))
-    part.replace(path)
+    name = hashlib.sha256(chosen_for().encode()).hexdigest()[:16]
+    return Table(Path(cache_home) / "forge" / f"cublaslt-{name}.json")
 
 
 def _layout(kind: int, rows: int, columns: int, ld: int, batch: int, step: int) -> int:
