@@ -21,6 +21,10 @@ class DeviceError(ForgeError, RuntimeError):
     """A device that is absent, unknown, or differs between arguments."""
 
 
+class DeviceLostError(DeviceError):
+    """A device that failed at work it was given; what it held is lost."""
+
+
 class OutOfMemoryError(DeviceError, MemoryError):
     """A device without room for what was asked."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from cyclopts import App, CycloptsError
 
-from forge.errors import ForgeError, NonFiniteError
+from forge.errors import DeviceLostError, ForgeError, NonFiniteError, OutOfMemoryError
 from forge.run.interrupt import EXIT_INTERRUPTED, leave
 
 # Exit codes, which scripts may rely on; 1 is `verify`'s, for a check that failed. BUG is sysexits'
@@ -24,8 +24,8 @@ DONE, USER, NON_FINITE, MACHINE, BUG = 0, 2, 3, 4, 70
 
 EPILOGUE = """\
 Exit codes: 0 done, 1 a check failed, 2 a mistake in what was asked, 3 stopped on a number that \
-is not finite, 4 the machine failed (disk, memory), 130 interrupted. With --debug an error shows \
-where in the code it happened."""
+is not finite, 4 the machine failed (disk, memory, GPU), 130 interrupted. With --debug an error \
+shows where in the code it happened."""
 
 
 def make_app(called: str = "") -> App:
@@ -85,6 +85,8 @@ def explain(error: Exception) -> tuple[str, int]:
     """One line about an error, and the exit code it means."""
     if isinstance(error, NonFiniteError):
         return str(error), NON_FINITE
+    if isinstance(error, OutOfMemoryError | DeviceLostError):
+        return str(error), MACHINE
     if isinstance(error, ForgeError):
         return str(error), USER
     if isinstance(error, CycloptsError):

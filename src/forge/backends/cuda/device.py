@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from forge.errors import DeviceError
+from forge.errors import DeviceError, DeviceLostError, OutOfMemoryError
 
 # The oldest architecture: the first with bfloat16 and asynchronous copies.
 OLDEST = 80
 # The driver that runs CUDA 13: older ones lack it, whatever the card.
 OLDEST_DRIVER = 13000
+# cudaErrorMemoryAllocation, and CUDA_ERROR_OUT_OF_MEMORY of the driver.
+OUT_OF_MEMORY = 2
 # Package and what to install it by.
 PACKAGES = {
     "cuda.bindings": "cuda-bindings",
@@ -47,14 +49,34 @@ def runtime() -> Any:
 
 
 def check(what: str, result: tuple[Any, ...]) -> Any:
-    """The result of a call of the runtime or driver; raises `DeviceError` where it failed."""
+    """The result of a call of the runtime or driver.
+
+    Raises `OutOfMemoryError` where memory was missing, `DeviceLostError` where it failed otherwise.
+    """
     error, *values = result
+    if int(error) == OUT_OF_MEMORY:
+        raise out_of_memory(f"GPU memory for {what}")
     if int(error) != 0:
-        raise DeviceError(
+        raise DeviceLostError(
             f"[cuda] expected {what} to succeed, got {error.name}; the GPU's state is lost after "
             "such an error: start again from the last checkpoint"
         )
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def out_of_memory(wanted: str) -> OutOfMemoryError:
+    """The error for memory that was asked for, with what is free."""
+    cuda = runtime()
+    cuda.cudaGetLastError()  # CUDA keeps it, and the next call would find it
+    error, *sizes = cuda.cudaMemGetInfo()
+    got = "none"
+    if int(error) == 0:
+        free, total = (size / 2**20 for size in sizes)
+        got = f"{free:,.0f} MiB free of {total:,.0f}"
+    return OutOfMemoryError(
+        f"[cuda] expected {wanted}, got {got}; "
+        "lower --micro-batch or --block-size, or --n of forge generate"
+    )
 
 
 def eager(what: str) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 
 from forge import dtypes
 from forge.backends.cuda import device
-from forge.errors import OutOfMemoryError
 from forge.pool import Buffer
 
 # Bytes of a slot, enough for a copy to run at the bus's rate, and their number.
@@ -33,15 +32,9 @@ class CudaMemory:
 
     def allocate(self, size: int) -> Buffer:
         """A new buffer of `size` bytes; raises `OutOfMemoryError` where they are not free."""
-        cuda = self._cuda
-        error, address = cuda.cudaMalloc(size)
-        if error == cuda.cudaError_t.cudaErrorMemoryAllocation:
-            cuda.cudaGetLastError()
-            free, total = device.memory_info()
-            raise OutOfMemoryError(
-                f"[cuda] expected {size / 2**20:,.0f} MiB of GPU memory, got {free / 2**20:,.0f} "
-                f"MiB free of {total / 2**20:,.0f}; lower --micro-batch or --block-size"
-            )
+        error, address = self._cuda.cudaMalloc(size)
+        if int(error) == device.OUT_OF_MEMORY:
+            raise device.out_of_memory(f"{size / 2**20:,.0f} MiB of GPU memory")
         return Buffer(device.check("cudaMalloc", (error, address)))
 
     def release(self, buffer: Buffer) -> None:

@@ -72,5 +72,10 @@ def compile_file(file: str, arch: int, defines: dict[str, int]) -> bytes:
 
 
 def _ask(result: tuple[Any, ...]) -> Any:
-    """NVRTC's answer to a call, or its error."""
-    return device.check("NVRTC", result)
+    """NVRTC's answer to a call; raises `DeviceError` where it failed."""
+    error, *values = result
+    if int(error):
+        raise DeviceError(
+            f"[cuda] expected NVRTC to compile, got {error.name}; install nvidia-cuda-nvrtc anew"
+        )
+    return values[0] if len(values) == 1 else tuple(values)
