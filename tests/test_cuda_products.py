@@ -107,7 +107,7 @@ def test_float32_is_multiplied_as_it_is(device):
 @pytest.mark.cuda
 def test_with_tf32_operands_are_rounded(tf32):
     found = errors_of_products("cuda")
-    assert all(5e-5 < error < 2e-3 for error in found), found
+    assert all(1e-4 < error < 4e-3 for error in found), found
 
 
 # ---- Which algorithm: a library and a card that do what a test wants

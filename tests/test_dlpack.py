@@ -307,16 +307,17 @@ def test_results_underway_are_waited_for(name, own_stream):
         pytest.skip(f"needs {name}")
     array, numpy, from_dlpack, stream = peer(name)
     values = np.random.default_rng(0).standard_normal((2048, 2048), np.float32)
-    x = forge.tensor(values, device="cuda")
+    w = x = forge.tensor(values, device="cuda")
     with stream if own_stream else contextlib.nullcontext():
-        theirs = array(values)
-        # Products that take longer than the call of the other library.
+        their_w = theirs = array(values)
+        # Products that take longer than the call of the other library; 45^-1 keeps their size.
         for _ in range(10):
-            x = ops.scale(ops.matmul(x, x), 0.02)
-            theirs = (theirs @ theirs) * 0.02
+            x = ops.scale(ops.matmul(x, w), 0.022)
+            theirs = (theirs @ their_w) * 0.022
         shared = from_dlpack(x)
         doubled = shared + shared
         taken = ops.add(forge.from_dlpack(theirs), forge.from_dlpack(theirs))
+        assert np.abs(x.numpy()).max() > 1
         assert (numpy(doubled) == 2 * x.numpy()).all()
         assert (taken.numpy() == 2 * numpy(theirs)).all()
         assert forge.from_dlpack(shared).pointer == x.pointer
