@@ -299,6 +299,8 @@ def peer(name):
     return cupy.asarray, cupy.asnumpy, cupy.from_dlpack, cupy.cuda.Stream(non_blocking=True)
 
 
+# What another library warns of when it is imported is no fault here.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.cuda
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("name", ["torch", "cupy"])
@@ -340,6 +342,7 @@ def test_memory_given_away_on_a_gpu_comes_back():
     assert free[1:] == free[:-1]
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.cuda
 def test_bfloat16_on_a_gpu():
     torch = pytest.importorskip("torch")
