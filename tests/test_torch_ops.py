@@ -187,6 +187,12 @@ def counterparts():
         state[3] += finite
         return state[0], *state, *([state[0].bfloat16()] if working is not None else ())
 
+    def gelu_backward(x, dy, form="tanh", into_bias=None):
+        dx = by_autograd(lambda v: gelu(v, form), x, dy=dy)
+        if into_bias is None:
+            return dx
+        return dx, into_bias + dx.reshape(-1, x.shape[-1]).sum(0)
+
     counterparts_ = {
         "add": lambda a, b: a + b,
         "sub": lambda a, b: a - b,
@@ -203,7 +209,7 @@ def counterparts():
         "where": lambda condition, a, b: torch.where(condition, a, b),
         "cast": lambda x, dtype: x.to(getattr(torch, dtype)),
         "gelu": gelu,
-        "gelu_backward": lambda x, dy, form: by_autograd(lambda v: gelu(v, form), x, dy=dy),
+        "gelu_backward": gelu_backward,
         "dropout": lambda x, p, key: functional.dropout(x, p),
         "reshape": lambda x, shape: x.reshape(shape),
         "transpose": lambda x, axes=None: x.permute(axes or tuple(range(x.ndim))[::-1]),
