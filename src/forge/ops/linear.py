@@ -149,7 +149,7 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
     if node.gelu is not None:
         # An extra is no function of x to a recorded sweep, so there it is made of ops.
         pre = linear(node.x, node.w, node.bias) if node.tracked else node.pre
-        dbias = node.into("bias") if node.wants("bias") else None
+        dbias = node.into("bias")
         dy = gelu_backward(pre, dy, form=node.gelu, into_bias=dbias)
     shape = node.spec("x").shape
     k, m = node.spec("w").shape
