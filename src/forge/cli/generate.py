@@ -18,7 +18,7 @@ from forge.data.tokenizer import Ids, Tokenizer
 from forge.errors import ArgumentError, DataError
 from forge.generate import Sampling, Token
 from forge.generate import generate as tokens_of
-from forge.run import model
+from forge.run import choices, model
 
 # Continuations that grow side by side: each has a cache of its own.
 _MOST = 10_000
@@ -81,7 +81,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     _check(1 <= n <= _MOST, f"--n from 1 to {_MOST}", n, "it is the number of continuations")
     _check(max_new_tokens >= 0, "--max-new-tokens of at least 0", max_new_tokens, "try 300")
-    found = model.load(trained, place(device, threads))
+    where = place(device, threads)
+    found = model.load(trained, where)
     texts = _prompts(prompt, prompt_file)
     encoded = [_encode(found.tokenizer, text) for text in texts for _ in range(n)]
     streams = [TextStream(found.tokenizer, stop) for _ in encoded]
@@ -97,6 +98,7 @@ def generate(
             print(shown(piece), end="", flush=True)
         return streams[token.index].stopped
 
+    choices.prepare(where, "generate")
     slid = _SlidNotice(found.config.block_size)
     growing = tokens_of(
         found.model,

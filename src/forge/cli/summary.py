@@ -12,6 +12,7 @@ from forge.config import Config, settings
 from forge.data.ngram import bigram_bits, witten_bell_bits
 from forge.data.tokenizer import ByteTokenizer
 from forge.generate import Sampling
+from forge.run import choices
 from forge.run.session import Session
 
 # The sample at the end: long enough to judge, short enough to read.
@@ -60,6 +61,7 @@ def conclude(run: Session) -> None:
         loss = run.val_loss if run.val_loss is not None else trainer.evaluate()
         assert loss is not None
         _compare(run, loss)
+    choices.prepare(trainer.device, "generate")
     print("Sample:\n")
     tokens = min(_SAMPLE_TOKENS, 4 * run.config.block_size)
     prompt = run.tokenizer.encode("\n")

@@ -75,7 +75,7 @@ def _mfu(run: Session) -> Mfu:
     trainer = run.trainer
     if trainer.device.kind == "reference":
         return lambda tokens_per_s: ""
-    choices.prepare(trainer.device)
+    choices.prepare_training(trainer.config, trainer.device)
     peak = speed.peak_flops(trainer.device, trainer.config.precision)
     size = speed.matrix(trainer.device)
     per_token = speed.flops_per_token(trainer.model, trainer.params)

@@ -45,6 +45,8 @@ def verify(
     """
     place, reason = choices.find_device(device)
     shapes = None if model_ is None else model.load(model_, place).model.config
+    if not op:
+        choices.prepare(place, "all")
     start = time.perf_counter()
     results: list[table.Result] = []
     console = Console(highlight=False, soft_wrap=True)

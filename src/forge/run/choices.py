@@ -146,12 +146,20 @@ def use_tf32(device: Device, allowed: bool) -> None:
         )
 
 
-def prepare(device: Device) -> None:
-    """Compile the device's kernels now, if that has not been done on this machine."""
-    if device.kind == "cpu":
-        from forge.backends.cpu import jit
+def prepare(device: Device, *kinds: str) -> None:
+    """Compile the device's kernels for these kinds of work, unless this machine has them.
 
-        jit.ready()
+    "train", "dropout", "eval", "generate" or "all".
+    """
+    if device.kind == "cpu":
+        from forge.backends.cpu import prepare
+
+        prepare.prepare(*kinds)
+
+
+def prepare_training(config: Config, device: Device) -> None:
+    """Compile the device's kernels for training, if that has not been done on this machine."""
+    prepare(device, "train", *(["dropout"] if config.dropout else []))
 
 
 def versions(device: Device) -> dict[str, str]:

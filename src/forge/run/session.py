@@ -84,7 +84,7 @@ class Session:
         False: Ctrl-C or SIGTERM stopped it, with a checkpoint written. Raises `NonFiniteError`,
         with a checkpoint of the weights before it written, and `OSError` where the disk fails.
         """
-        choices.prepare(self.trainer.device)
+        choices.prepare_training(self.config, self.trainer.device)
         writer = Writer(self.folder.checkpoints)
         log = Log(self.folder, self.trainer.step)
         asked = "stopping after this step, to write a checkpoint; again to leave at once"

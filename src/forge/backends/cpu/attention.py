@@ -110,7 +110,7 @@ def unmerge_heads(dy: Tensor, *, out: Tensor, n_head: int) -> None:
 @kernel(
     "void(float32[:,::1], float32[:,::1], float32[:,::1], int64[::1], int64[::1], float32[:,::1],"
     " float32[:,::1], float32[:,:,:,::1], float32[:,:,::1], int64[::1], float32)",
-    cost=4.0,
+    cost=1.5,
 )
 def _attention(
     q: Any,
@@ -159,7 +159,7 @@ def _attention(
 @kernel(
     "void(float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1],"
     " float32[:,:,:,:,::1], float32[:,:,:,::1], int64[::1], float32)",
-    cost=4.0,
+    cost=1.4,
 )
 def _attention_backward(
     qkv: Any,
@@ -321,7 +321,8 @@ def _weighted_sum(weights: Any, rows: Any, out: Any) -> None:
 
 @kernel(
     "void(float32[:,::1], float32[:,:,::1], float32[:,:,::1], int64[::1], float32[:,::1],"
-    " float32[:,::1])"
+    " float32[:,::1])",
+    cost=0.6,
 )
 def _cached_one(q: Any, k_cache: Any, v_cache: Any, pos: Any, out: Any, s: Any) -> None:
     """One query of each sample, q and out [B, C], caches [B H, N, D]: the caches are read once."""

@@ -59,7 +59,7 @@ def _add_runs(start: Any, stop: Any, ids: Any, x: Any, order: Any, out: Any) -> 
         i += 1
 
 
-@kernel("void(int64[::1], float32[:,::1], int64[::1], float32[:,::1])")
+@kernel("void(int64[::1], float32[:,::1], int64[::1], float32[:,::1])", cost=0.5)
 def _scatter_add_rows(ids: Any, x: Any, order: Any, out: Any) -> None:
     N = order.size
     for block in prange((N + PLACES - 1) // PLACES):

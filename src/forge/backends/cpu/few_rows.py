@@ -25,7 +25,7 @@ ARRAYS = (
 )
 
 
-@kernel(f"void({ARRAYS}, boolean, float32, boolean, boolean)", cost=3.0)
+@kernel(f"void({ARRAYS}, boolean, float32, boolean, boolean)", cost=1.3)
 def few_rows(
     a: Any,
     b: Any,

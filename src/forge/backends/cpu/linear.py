@@ -255,7 +255,7 @@ def _best_rows(groups: int, least: int, others: int, workers: int) -> int:
 @kernel(
     f"void({ARRAYS}, float32[:, ::1],"
     " boolean, boolean, float32, boolean, boolean, int64, int64, int64)",
-    cost=3.0,
+    cost=1.2,
     setup=link,
 )
 def _tiles(

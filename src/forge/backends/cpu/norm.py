@@ -144,7 +144,7 @@ def _add_tiles(partial: Any, start: Any, out: Any) -> None:
 @kernel(
     "void(float32[:,::1], float32[:,::1], float32[:,::1], float32[::1], float32[::1],"
     " float32[::1], float32[:,::1], float32[:,:,::1], float32[::1], float32[::1], float32[::1])",
-    cost=3.0,
+    cost=1.1,
 )
 def _backward(
     dsum: Any,

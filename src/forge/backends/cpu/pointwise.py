@@ -76,7 +76,7 @@ def _operate(code: Any, a: Any, b: Any, out: Any) -> None:
             out[i] = a[i] / b[i]
 
 
-@kernel("void(int64, float32[::1], float32[::1], float32[::1])", cost=1.2)
+@kernel("void(int64, float32[::1], float32[::1], float32[::1])")
 def _same_shape(code: Any, a: Any, b: Any, out: Any) -> None:
     for t in prange((out.size + _TILE - 1) // _TILE):
         lo = t * _TILE
@@ -84,7 +84,7 @@ def _same_shape(code: Any, a: Any, b: Any, out: Any) -> None:
         _operate(code, a[lo:hi], b[lo:hi], out[lo:hi])
 
 
-@kernel("void(int64, float32[:, ::1], float32[::1], float32[:, ::1])", cost=1.2)
+@kernel("void(int64, float32[:, ::1], float32[::1], float32[:, ::1])")
 def _row(code: Any, a: Any, b: Any, out: Any) -> None:
     N, C = out.shape
     rows = max(1, _TILE // C)
@@ -165,7 +165,7 @@ def gelu(x: Tensor, *, out: Tensor, form: str) -> None:
     gelu_array(x.array.reshape(-1), out.array.reshape(-1), form == "erf")
 
 
-@kernel("void(float32[::1], float32[::1], boolean)", cost=1.5)
+@kernel("void(float32[::1], float32[::1], boolean)", cost=0.5)
 def gelu_array(x: Any, out: Any, erf: Any) -> None:
     """out = gelu(x) on flat arrays, by erf or GPT-2's form."""
     for t in prange((out.size + _TILE - 1) // _TILE):
@@ -190,7 +190,7 @@ def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, sums: Tensor | None, fo
         sum_rows(out.view((x.size // max(sums.size, 1), sums.size)), out=sums)
 
 
-@kernel("void(float32[::1], float32[::1], float32[::1], boolean, boolean)", cost=1.5)
+@kernel("void(float32[::1], float32[::1], float32[::1], boolean, boolean)", cost=0.5)
 def _gelu_backward(x: Any, dy: Any, out: Any, erf: Any, in_place: Any) -> None:
     for t in prange((out.size + _TILE - 1) // _TILE):
         lo = t * _TILE
@@ -233,7 +233,7 @@ def dropout(
 
 
 @kernel(
-    "void(float32[:, ::1], float32[:, ::1], int64, int64, int64, int64, uint32, float32)", cost=1.5
+    "void(float32[:, ::1], float32[:, ::1], int64, int64, int64, int64, uint32, float32)", cost=0.5
 )
 def _dropout(
     x: Any,

@@ -97,7 +97,6 @@ def adamw(
 @kernel(
     "void(float32[::1], float32[::1], float32[::1], float32[::1], int64[:, ::1], float32[:, ::1],"
     " float32, float32, float32, float32, float32, float32, float32, float32, float32)",
-    cost=1.5,
 )
 def _adamw(
     param: Any,
