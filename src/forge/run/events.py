@@ -15,19 +15,19 @@ class Events:
     """The event file of a run; after a resume, TensorBoard drops what came after `step`.
 
     Written by the calling thread: tensorboardX's own thread dies of a full disk with a traceback,
-    and then blocks who writes to it for ever.
+    and then blocks who writes to it for ever. It begins with the first row: to import tensorboardX
+    takes 70 ms, which the first step need not wait for.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        tensorboardx = _tensorboardx()
-        self._event = tensorboardx.proto.event_pb2.Event
-        self._scalar = tensorboardx.summary.scalar
-        self._writer = tensorboardx.event_file_writer.EventsWriter(str(folder / "events"))
-        log = tensorboardx.proto.event_pb2.SessionLog
-        self._write(step + 1, session_log=log(status=log.START))
+        self._folder = folder
+        self._step = step
+        self._writer: Any = None
 
     def write(self, row: Row) -> None:
         """Add the numbers of a row, each under its name."""
+        if self._writer is None:
+            self._begin()
         for name, value in row.items():
             if name != "step":
                 self._write(row["step"], summary=self._scalar(name, value))
@@ -35,7 +35,16 @@ class Events:
 
     def close(self) -> None:
         """Flush and close the file."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _begin(self) -> None:
+        tensorboardx = _tensorboardx()
+        self._event = tensorboardx.proto.event_pb2.Event
+        self._scalar = tensorboardx.summary.scalar
+        self._writer = tensorboardx.event_file_writer.EventsWriter(str(self._folder / "events"))
+        log = tensorboardx.proto.event_pb2.SessionLog
+        self._write(self._step + 1, session_log=log(status=log.START))
 
     def _write(self, step: int, **content: Any) -> None:
         self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))
