@@ -1,69 +1,89 @@
 """Decoding with a cache: Forge beside PyTorch, each in its own process, in turn.
 
-python benchmarks/decode.py [--device cpu|cuda] [--model baby|124M|1.5B] [--precision bf16|fp32]
-       [--batch 1,64] [--rounds N] [--json]
+python benchmarks/decode.py [--device cpu|cuda] [--model baby|124M|1.5B] [--precision PRECISION]
+       [--batch 1,64] [--peers NAMES] [--rounds N] [--threads N] [--profile] [--json]
 
-Greedy, a token at a time, at positions from a tenth of the context on; PyTorch with a static cache,
-compiled into CUDA graphs (reduce-overhead) on a GPU. Rows as in train_step.py, in tokens/s.
+Greedy, a token at a time, at positions from a tenth of the context on. PyTorch compiled into CUDA
+graphs (reduce-overhead) over a static cache on a GPU; on a CPU eager and compiled, in fp32 and
+beside it in bf16. Forge is run in the one precision asked for. Rows as in train_step.py.
+
+On a CPU the last column is the share of the bandwidth that this machine, measured in the same run,
+reads its memory with: of the weights' bytes, all of which each token reads.
 """
 
 import argparse
+import contextlib
 import json
-import statistics
 import sys
 
-from sides import Side, run
+from sides import Side, default_threads, run
+from table import Peer, chosen, measure, options_of, rows_of, show, show_kernels
 
-MODES = {"cuda": ("reduce-overhead",), "cpu": ("eager", "default")}
+FORGE = Peer("Forge", "forge_side.py")
+TORCH = "torch_side.py"
+PEERS = {
+    "cuda": {
+        "fused": Peer("PyTorch, static cache", TORCH, ("best", "any", "reduce-overhead")),
+        "math": Peer("PyTorch, as gpt-fast", TORCH, ("best", "math", "reduce-overhead")),
+    },
+    "cpu": {
+        "eager": Peer("PyTorch, eager", TORCH, ("best", "any", "eager")),
+        "compiled": Peer("PyTorch, compiled", TORCH, ("best", "any", "default")),
+        "eager-bf16": Peer("PyTorch, bf16 eager", TORCH, ("best", "any", "eager"), "bf16"),
+        "compiled-bf16": Peer("PyTorch, bf16 compiled", TORCH, ("best", "any", "default"), "bf16"),
+    },
+}
+GROUPS = {"cuda": {}, "cpu": {"bf16": ("eager-bf16", "compiled-bf16")}}
+DEFAULT = {
+    ("cuda", "bf16"): "fused,math",
+    ("cuda", "fp32"): "fused,math",
+    ("cpu", "fp32"): "eager,compiled,bf16",
+    ("cpu", "bf16"): "bf16",
+    ("cpu", "int8"): "bf16",
+}
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options_of(parser)
     parser.add_argument("--model", choices=["baby", "124M", "1.5B"], default="124M")
-    parser.add_argument("--precision", choices=["fp32", "bf16"])
-    parser.add_argument("--batch", default="1,64", help="batch sizes")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument("--batch", help="batch sizes (1,64 on a GPU, 1 on a CPU)")
+    parser.add_argument("--profile", action="store_true", help="also the time of each kernel")
     args = parser.parse_args()
     precision = args.precision or ("bf16" if args.device == "cuda" else "fp32")
+    threads = default_threads(args.device) if args.threads is None else args.threads
+    names = args.peers or DEFAULT.get((args.device, precision), "none")
+    peers = chosen(names, PEERS[args.device], GROUPS[args.device], parser)
+    batches = args.batch or ("1,64" if args.device == "cuda" else "1")
     rows = []
-    for batch in map(int, args.batch.split(",")):
-        side = Side("decode", args.device, args.model, precision, batch, 1)
-        sides = {"Forge": ("forge_side.py", ())}
-        for mode in MODES[args.device]:
-            sides[f"PyTorch, {mode}"] = ("torch_side.py", ("best", "any", mode))
-        results = {name: [] for name in sides}
-        for _ in range(args.rounds):
-            for name, (script, options) in sides.items():
-                result = run(script, side, *options)
-                if result is not None:
-                    results[name].append(batch / result["seconds"])
-                    rate = f"{results[name][-1]:,.0f} tokens/s"
-                    print(f"batch {batch} {name}: {rate}", file=sys.stderr, flush=True)
-        rates = {name: statistics.median(found) for name, found in results.items() if found}
-        ours = rates.pop("Forge")
-        rows += [
-            {
-                "work": f"decode {args.model} batch {batch} {args.device}",
-                "precision": precision,
-                "peer": name,
-                "peer_precision": precision,
-                "peer_value": theirs,
-                "forge_value": ours,
-                "unit": "tokens/s",
-                "ratio": ours / theirs,
-            }
-            for name, theirs in rates.items()
-        ]
+    # A table for each batch as soon as it is measured.
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        for batch in map(int, batches.split(",")):
+            side = Side("decode", args.device, args.model, precision, batch, 1, threads)
+            limits = run("ceilings.py", side) if args.device == "cpu" else None
+            sides = [FORGE, *peers]
+            results = measure(side, sides, args, lambda r: r["batch"])
+            work = f"decode {side.model} B={batch} {side.device}"
+            rows += rows_of(work, side, peers, results)
+            print(f"\n{work} {precision}")
+            if limits:
+                print(f"at most {limits['read'] / 1e9:,.1f} GB/s read")
+            show(results, sides, side, lambda *of, s=side, at=limits: share(*of, s, at))
+            if args.profile:
+                own = side._replace(work="profile-decode")
+                show_kernels(run("forge_side.py", own, limit=args.limit))
     if args.json:
         print(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        print(
-            f"{row['work']:28} {row['peer']:26} {row['peer_value']:10,.0f}  "
-            f"Forge {row['forge_value']:10,.0f} {row['unit']}  {row['ratio']:.2f}x"
-        )
+
+
+def share(rate, precision, side, limits):
+    """What part of the read bandwidth the weights take at this rate, in words."""
+    if not limits or side.model == "baby":
+        # The baby's weights stay in the cache.
+        return ""
+    read = side.weights * BYTES[precision] * rate / side.batch
+    return f"{read / limits['read']:.0%} of bandwidth"
 
 
 if __name__ == "__main__":

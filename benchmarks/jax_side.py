@@ -1,6 +1,10 @@
 """JAX's side of the training benchmark: GPT-2 under jit, attention by cuDNN where it can.
 
-python benchmarks/jax_side.py train DEVICE MODEL PRECISION B T
+python benchmarks/jax_side.py train|first DEVICE MODEL PRECISION B T THREADS
+
+One jitted function is the whole step, its parameters and moments donated: gradient, clipping,
+AdamW. fp32 masters and moments; in bf16 the weights are rounded where they are used and the
+residual stream is bf16. Attention in bf16 on a GPU is cuDNN's; elsewhere XLA makes it of products.
 """
 
 import functools
@@ -12,16 +16,20 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
-import optax
-from sides import MODELS, Side, report, windows
+from sides import Side, refuse, report, windows
 
 side = Side.of(sys.argv[1:])
-sizes = MODELS[side.model]
+if not side.batch:
+    refuse("JAX's side finds no largest batch by itself: name one with --batch")
+B, T, sizes = side.batch, side.length, side.sizes
 L, H, C = sizes["n_layer"], sizes["n_head"], sizes["n_embd"]
 V = -(-sizes["vocab_size"] // 64) * 64
 low = side.precision == "bf16"
 kind = jnp.bfloat16 if low else jnp.float32
 attention = "cudnn" if side.device == "cuda" and low else None
+if not low:
+    # Elsewhere than on GPUs this is the default; there fp32 products would be rounded to TF32.
+    jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def init(key):
@@ -32,7 +40,7 @@ def init(key):
 
     return {
         "wte": normal(V, C),
-        "wpe": normal(side.T, C),
+        "wpe": normal(sizes["block_size"], C),
         "ln_f": (jnp.ones(C), jnp.zeros(C)),
         "blocks": {
             "ln_1": (jnp.ones((L, C)), jnp.zeros((L, C))),
@@ -58,39 +66,69 @@ def linear(x, weights):
 
 
 def block(x, p):
-    qkv = linear(norm(x, p["ln_1"]), p["attn"]).reshape(side.B, side.T, 3, H, C // H)
+    qkv = linear(norm(x, p["ln_1"]), p["attn"]).reshape(B, T, 3, H, C // H)
     q, k, v = (qkv[:, :, i] for i in range(3))
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
-    x = x + linear(y.reshape(side.B, side.T, C), p["proj"])
+    x = x + linear(y.reshape(B, T, C), p["proj"])
     return x + linear(jax.nn.gelu(linear(norm(x, p["ln_2"]), p["fc"])), p["out"])
 
 
 def loss_of(params, ids, targets):
-    h = params["wte"].astype(kind)[ids] + params["wpe"].astype(kind)
+    h = params["wte"].astype(kind)[ids] + params["wpe"][:T].astype(kind)
     for i in range(L):
         h = block(h, jax.tree.map(lambda a, i=i: a[i], params["blocks"]))
-    logits = norm(h, params["ln_f"]) @ params["wte"].astype(kind).T
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-    return losses.mean()
-
-
-optimizer = optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(6e-4, b1=0.9, b2=0.95, weight_decay=0.1)
-)
+    logits = (norm(h, params["ln_f"]) @ params["wte"].astype(kind).T).astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return (jax.nn.logsumexp(logits, -1) - chosen).mean()
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def update(params, state, ids, targets):
+    """AdamW of matrices and embeddings (biases and norms: without decay), clipped to norm 1."""
     loss, grads = jax.value_and_grad(loss_of)(params, ids, targets)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
+    length = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    clip = jnp.minimum(1.0, 1.0 / (length + 1e-6))
+    count = state[2] + 1
+    bias1, bias2 = 1 - 0.9**count, 1 - 0.95**count
+
+    def one(path, p, g, m, v):
+        # Biases and norms come in pairs with a matrix or another: tuples of (weight, bias).
+        decayed = (
+            path[-1].key in ("wte", "wpe")
+            if len(path) == 1
+            else (path[-1].idx == 0 and not path[-2].key.startswith("ln"))
+        )
+        g = g * clip
+        m = 0.9 * m + 0.1 * g
+        v = 0.95 * v + 0.05 * g * g
+        step = (m / bias1) / (jnp.sqrt(v / bias2) + 1e-8)
+        return p - 6e-4 * (step + (0.1 * p if decayed else 0.0)), m, v
+
+    both = jax.tree_util.tree_map_with_path(one, params, grads, *state[:2])
+    params, m, v = jax.tree.transpose(jax.tree.structure(params), None, both)
+    return params, (m, v, count), loss
 
 
+def memory():
+    """Bytes of the GPU in use, as for the other sides; 0 on a CPU."""
+    if side.device != "cuda":
+        return 0
+    from cuda.bindings import runtime
+
+    error, free, total = runtime.cudaMemGetInfo()
+    if int(error):
+        raise RuntimeError(f"cudaMemGetInfo: {error}")
+    return total - free
+
+
+if (jax.default_backend() == "gpu") != (side.device == "cuda"):
+    refuse(f"JAX here computes on {jax.default_backend()}, not on {side.device}")
+jnp.zeros(1).block_until_ready()
+used = memory()
 start = time.perf_counter()
 params = init(jax.random.PRNGKey(0))
-state = optimizer.init(params)
-key = jax.random.PRNGKey(1)
-ids, targets = jax.random.randint(key, (2, side.B, side.T), 0, sizes["vocab_size"])
+state = jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
+ids, targets = jax.random.randint(jax.random.PRNGKey(1), (2, B, T), 0, sizes["vocab_size"])
 loss = None
 
 
@@ -102,12 +140,17 @@ def step():
 step()
 first = float(loss)
 warm = time.perf_counter() - start
-seconds = windows(step, lambda: loss.block_until_ready(), side.device)
+if side.work == "first":
+    report(loss=first)
+    sys.exit()
+measured = windows(step, lambda: loss.block_until_ready(), side.device)
 statistics = jax.local_devices()[0].memory_stats() or {}
 step()
 report(
-    seconds=seconds,
-    memory=statistics.get("peak_bytes_in_use", 0),
+    **measured,
+    batch=B,
+    memory=memory() - used,
+    allocated=statistics.get("peak_bytes_in_use", 0),
     first_step=warm,
     losses=[first, float(loss)],
 )

@@ -1,9 +1,13 @@
-"""What the sides of a benchmark share: the models, the clock, and how results travel.
+"""What the sides of a benchmark share: the models, the clock, memory, and how results travel.
 
 A side is one program on one peer: a process that prints its result as the last line, in JSON.
+Drivers start sides in turn, all on the same number of CPU threads, without OPENBLAS_CORETYPE and
+OPENBLAS_L2_SIZE, which would cap OpenBLAS and nobody else. Nothing here imports a peer, or Forge.
 """
 
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -19,7 +23,48 @@ MODELS = {
 # A GPU is limited by its power: cool, it runs 5 % faster than it can for long.
 WARM_UP = {"cuda": 5.0, "cpu": 3.0}
 MEASURED = {"cuda": 5.0, "cpu": 8.0}
-WINDOWS = 7
+# Most and least windows of a measurement; few where a step takes seconds.
+MOST, LEAST = 7, 3
+# Batch sizes that a side tries where it is to find the largest that fits.
+BATCHES = (64, 56, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 2, 1)
+# Exit code of a side that cannot do what it was asked; its last line on stderr says why.
+REFUSED = 3
+
+
+class Side(NamedTuple):
+    """What to measure: `work` is train, decode or one that the side itself names.
+
+    `batch` 0 is the largest that fits; `threads` are CPU threads, 0 as many as the libraries like.
+    """
+
+    work: str
+    device: str
+    model: str
+    precision: str
+    batch: int
+    length: int
+    threads: int
+
+    @classmethod
+    def of(cls, words):
+        return cls(*words[:4], *map(int, words[4:7]))
+
+    @property
+    def sizes(self):
+        """The model's sizes; its context is as long as the sequences."""
+        sizes = MODELS[self.model]
+        return {**sizes, "block_size": max(self.length, sizes["block_size"])}
+
+    @property
+    def weights(self):
+        """Weights of matrices: what a token's products are made of, six operations each."""
+        sizes = MODELS[self.model]
+        return sizes["n_layer"] * 12 * sizes["n_embd"] ** 2 + sizes["vocab_size"] * sizes["n_embd"]
+
+    @property
+    def parameters(self):
+        """All parameters, about."""
+        return self.weights + self.sizes["block_size"] * self.sizes["n_embd"]
 
 
 def decoded(room):
@@ -27,23 +72,11 @@ def decoded(room):
     return room // 10, room * 7 // 8
 
 
-class Side(NamedTuple):
-    """What to measure: `work` is train, decode or one that the side itself names."""
-
-    work: str
-    device: str
-    model: str
-    precision: str
-    B: int
-    T: int
-
-    @classmethod
-    def of(cls, words):
-        return cls(*words[:4], *map(int, words[4:6]))
-
-
 def windows(step, wait, device):
-    """Seconds a step: the median of several windows of steps in a row, after the warm-up."""
+    """Seconds a step: the median of several windows of steps in a row, after the warm-up.
+
+    Beside it the cores that were busy, which shows a side that took more threads than its own.
+    """
     start = time.perf_counter()
     count = 0
     while count < 2 or time.perf_counter() - start < WARM_UP[device]:
@@ -51,32 +84,104 @@ def windows(step, wait, device):
         wait()
         count += 1
     each = (time.perf_counter() - start) / count
-    steps = max(1, round(MEASURED[device] / WINDOWS / each))
+    number = min(MOST, max(LEAST, round(MEASURED[device] / each)))
+    steps = max(1, round(MEASURED[device] / number / each))
     times = []
-    for _ in range(WINDOWS):
+    busy, begin = time.process_time(), time.perf_counter()
+    for _ in range(number):
         start = time.perf_counter()
         for _ in range(steps):
             step()
         wait()
         times.append((time.perf_counter() - start) / steps)
-    return statistics.median(times)
+    cores = (time.process_time() - busy) / (time.perf_counter() - begin)
+    return {"seconds": statistics.median(times), "cores": round(cores, 2)}
+
+
+def largest(fits):
+    """The first of `BATCHES` for which `fits(batch)`; exits where there is none."""
+    for batch in BATCHES:
+        if fits(batch):
+            return batch
+    return refuse("no batch fits")
+
+
+def predicted(side, peak, room, each):
+    """Where in `BATCHES` to begin: the largest that `room` bytes should hold.
+
+    `peak(layers)` is the peak of a training step on a smaller model with a batch of 4: linear in
+    the layers and, less `each` bytes a parameter, in the batch. A peer that takes a minute to
+    compile for a batch size cannot try them all.
+    """
+    two, four = peak(2), peak(4)
+    whole = two + (four - two) / 2 * (MODELS[side.model]["n_layer"] - 2)
+    still = each * side.parameters
+    activations = max(whole - still, 1) / 4
+    return next((b for b in BATCHES if still + activations * b <= room), BATCHES[-1])
+
+
+def peak_rss():
+    """The most host memory that this process ever held, in bytes."""
+    # Not getrusage first, whose figure begins with that of the process which started this one.
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def report(**result):
     """Print a side's result."""
-    print(json.dumps(result), flush=True)
+    print(json.dumps({**result, "rss": peak_rss()}), flush=True)
 
 
-def run(script, side, *options, limit=300):
+def refuse(reason):
+    """End a side that cannot do what it was asked, with the reason."""
+    print(reason, file=sys.stderr)
+    sys.exit(REFUSED)
+
+
+def environment(side):
+    """A side's environment: the same threads for all, and no cap on OpenBLAS."""
+    kept = {k: v for k, v in os.environ.items() if k not in CAPS}
+    if side.threads:
+        kept |= dict.fromkeys(THREADS, str(side.threads))
+    return kept
+
+
+CAPS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+# Who reads which: Numba; OpenMP, so PyTorch; MKL; NumPy's OpenBLAS; and the last two XLA.
+THREADS = (
+    "NUMBA_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NPROC",
+    "PJRT_NPROC",
+)
+
+
+def run(script, side, *options, limit=300, python=sys.executable, extra=None):
     """The result of a side in a process of its own; None, with the reason shown, if it fails."""
-    words = [sys.executable, str(Path(__file__).parent / script), *map(str, side), *options]
+    words = [python, str(Path(__file__).parent / script), *map(str, side), *options]
+    named = " ".join([script, *map(str, side), *options])
+    env = environment(side) | (extra or {})
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=limit, check=False, env=env
+        )
     except subprocess.TimeoutExpired:
-        print(f"{script} {' '.join(map(str, side))}: over {limit} s", file=sys.stderr)
+        print(f"{named}: skipped, over {limit} s", file=sys.stderr, flush=True)
         return None
     if done.returncode:
-        tail = "\n".join(done.stderr.strip().splitlines()[-3:])
-        print(f"{script} {' '.join(map(str, side))} {options}: {tail}", file=sys.stderr)
+        lines = done.stderr.strip().splitlines()
+        tail = "\n".join(lines[-1:] if done.returncode == REFUSED else lines[-6:])
+        print(f"{named}: skipped, exit {done.returncode}: {tail}", file=sys.stderr, flush=True)
         return None
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def default_threads(device):
+    """Two on a CPU, as in the figures that are quoted; on a GPU the host's do not matter."""
+    return 2 if device == "cpu" else 0

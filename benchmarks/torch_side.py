@@ -1,86 +1,27 @@
 """PyTorch's side of the benchmarks: GPT-2 as nanoGPT writes it, and at PyTorch's best.
 
-python benchmarks/torch_side.py WORK DEVICE MODEL PRECISION B T STYLE ATTENTION MODE
+python benchmarks/torch_side.py WORK DEVICE MODEL PRECISION B T THREADS STYLE ATTENTION MODE
 
-STYLE `nanogpt`: fp32 weights under autocast (bf16) or alone (fp32). `best`: bf16 weights and
-residual stream, fp32 masters. ATTENTION: flash, cudnn or any. MODE: eager, default, max-autotune,
-reduce-overhead.
+WORK is train, first (one step, and the end) or decode. STYLE `nanogpt`: fp32 weights, under
+autocast (bf16) or alone (fp32). `best`: in bf16 weights, activations and residual stream are bf16,
+with fp32 masters that the optimizer updates; in fp32 the same as nanogpt. Both: fused AdamW,
+gradients clipped to norm 1. ATTENTION: flash, cudnn, math, or any, which leaves it to PyTorch.
+MODE: eager, or one of torch.compile's (default, max-autotune, reduce-overhead), with fullgraph.
+
+decode: greedy, a token at a time. Compiled, it goes through a static cache behind a mask, as
+gpt-fast does; `math` has the compiler make attention out of products, which gpt-fast found faster,
+and tunes its kernels by coordinate descent, also as there. Eager, it sees what the cache holds.
 """
 
 import contextlib
+import gc
 import sys
 import time
 
 import torch
-from sides import MODELS, Side, decoded, report, windows
+from sides import Side, decoded, largest, predicted, refuse, report, windows
 from torch import nn
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-
-
-class Block(nn.Module):
-    """One block, with nanoGPT's names."""
-
-    def __init__(self, C, H, attention):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(C), nn.LayerNorm(C)
-        self.c_attn, self.c_proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.c_fc, self.mlp_proj = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
-        self.H, self.attention = H, attention
-
-    def remember(self, B, N, **room):
-        """Keep a cache, as a part of the module: so compiled graphs know where it is."""
-        C = self.c_proj.in_features
-        for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(B, self.H, N, C // self.H, **room))
-
-    def forward(self, x, pos=None, mask=None):
-        B, T, C = x.shape
-        heads = self.c_attn(self.ln_1(x)).view(B, T, 3, self.H, C // self.H).unbind(2)
-        q, k, v = (each.transpose(1, 2) for each in heads)
-        if pos is not None:
-            self.keys[:, :, pos] = k
-            self.values[:, :, pos] = v
-            k, v = self.keys, self.values
-        chosen = BACKENDS.get(self.attention)
-        with contextlib.nullcontext() if chosen is None else sdpa_kernel(chosen):
-            y = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=mask is None, attn_mask=None if mask is None else mask
-            )
-        x = x + self.c_proj(y.transpose(1, 2).reshape(B, T, C))
-        wide = functional.gelu(self.c_fc(self.ln_2(x)), approximate="tanh")
-        return x + self.mlp_proj(wide)
-
-
-class GPT(nn.Module):
-    """GPT-2 with a tied head; the vocabulary is padded as in nanoGPT."""
-
-    def __init__(self, sizes, attention):
-        super().__init__()
-        C, V = sizes["n_embd"], -(-sizes["vocab_size"] // 64) * 64
-        self.wte, self.wpe = nn.Embedding(V, C), nn.Embedding(sizes["block_size"], C)
-        self.blocks = nn.ModuleList(
-            Block(C, sizes["n_head"], attention) for _ in range(sizes["n_layer"])
-        )
-        self.ln_f = nn.LayerNorm(C)
-        for p in self.parameters():
-            if p.dim() > 1:
-                nn.init.normal_(p, 0.0, 0.02)
-
-    def forward(self, ids, targets):
-        h = self.wte(ids) + self.wpe.weight[: ids.shape[1]]
-        for block in self.blocks:
-            h = block(h)
-        logits = self.ln_f(h) @ self.wte.weight.t()
-        return functional.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
-
-    def token(self, ids, pos):
-        h = self.wte(ids) + self.wpe(pos)
-        for block in self.blocks:
-            h = block(h, pos, self.mask[None, None, pos])
-        return (self.ln_f(h) @ self.wte.weight.t())[:, -1].argmax(-1, keepdim=True)
+from torch_model import GPT
 
 
 def wait(device):
@@ -89,6 +30,7 @@ def wait(device):
 
 
 def memory(device):
+    """Bytes of the GPU in use, whoever holds them; 0 on a CPU."""
     if device != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -107,86 +49,166 @@ def decay(parameters):
     return [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 
 
-def train(side, style, attention, mode):
+class Training:
+    """A model, its optimizer, and its step on one batch of random tokens."""
+
+    def __init__(self, side, sizes, batch, style, attention, mode):
+        self.side = side
+        self.low = side.precision == "bf16"
+        self.autocast = style == "nanogpt" and self.low
+        self.model = GPT(sizes, attention, side.device)
+        self.masters = self.parameters = list(self.model.parameters())
+        if style == "best" and self.low:
+            self.masters = [p.detach().clone() for p in self.parameters]
+            self.model.to(torch.bfloat16)
+            for master in self.masters:
+                master.grad = torch.zeros_like(master)
+        settings = {"lr": 6e-4, "betas": (0.9, 0.95), "fused": True}
+        self.optimizer = torch.optim.AdamW(decay(self.masters), **settings)
+        self.forward = compiled(self.model, mode)
+        shape = (2, batch, side.length)
+        self.ids, self.targets = torch.randint(sizes["vocab_size"], shape, device=side.device)
+
+    def step(self):
+        """One step; the GPU may still be at it on return."""
+        cast = contextlib.nullcontext()
+        if self.autocast:
+            cast = torch.autocast(self.side.device, torch.bfloat16)
+        with cast:
+            loss = self.forward(self.ids, self.targets)
+        loss.backward()
+        apart = self.masters is not self.parameters
+        if apart:
+            torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.parameters])
+        nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.optimizer.step()
+        if apart:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, self.masters)
+        self.model.zero_grad(set_to_none=True)
+        return loss
+
+
+def release():
+    """Return what nothing refers to any more."""
+    gc.collect()
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def fitting(side, *how):
+    """The largest batch that fits on the GPU: predicted on small models, then tried downwards."""
+    if side.device != "cuda":
+        refuse("the largest batch is sought on a GPU alone: name one with --batch")
+
+    def peak(layers):
+        training = Training(side, {**side.sizes, "n_layer": layers}, 4, *how)
+        training.step()
+        training.step()
+        found = torch.cuda.max_memory_allocated()
+        del training
+        release()
+        return found
+
+    def fits(batch):
+        if batch > first:
+            return False
+        try:
+            training = Training(side, side.sizes, batch, *how)
+            for _ in range(3):
+                training.step()
+            torch.cuda.synchronize()
+            found.append(training)
+        except torch.OutOfMemoryError:
+            training = None
+        # Only now does no traceback hold the tensors of a step that failed.
+        if not found:
+            release()
+        return bool(found)
+
+    room = 0.97 * torch.cuda.mem_get_info()[0]
+    # Weights and moments, and with masters their gradients and the bf16 copy.
+    each = 18 if how[0] == "best" and side.precision == "bf16" else 12
+    first = predicted(side, peak, room, each)
+    found = []
+    return largest(fits), found[0]
+
+
+def train(side, *how):
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest" if side.precision == "fp32" else "high")
     torch.empty(1, device=side.device)
     used = memory(side.device)
     start = time.perf_counter()
-    model = GPT(MODELS[side.model], attention).to(side.device)
-    low = side.precision == "bf16"
-    masters = parameters = list(model.parameters())
-    if style == "best" and low:
-        masters = [p.detach().clone() for p in parameters]
-        model.to(torch.bfloat16)
-        for master in masters:
-            master.grad = torch.zeros_like(master)
-    settings = {"lr": 6e-4, "betas": (0.9, 0.95), "fused": True}
-    optimizer = torch.optim.AdamW(decay(masters), **settings)
-    forward = compiled(model, mode)
-    V = MODELS[side.model]["vocab_size"]
-    ids, targets = torch.randint(V, (2, side.B, side.T), device=side.device)
-    cast = contextlib.nullcontext()
-    if style == "nanogpt" and low:
-        cast = torch.autocast(side.device, torch.bfloat16)
-
-    def step():
-        with cast:
-            loss = forward(ids, targets)
-        loss.backward()
-        if masters is not parameters:
-            torch._foreach_copy_([m.grad for m in masters], [p.grad for p in parameters])
-        nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        if masters is not parameters:
-            with torch.no_grad():
-                torch._foreach_copy_(parameters, masters)
-        model.zero_grad(set_to_none=True)
-        return loss
-
-    first = step().item()
+    if side.batch:
+        batch, training = side.batch, Training(side, side.sizes, side.batch, *how)
+    else:
+        batch, training = fitting(side, *how)
+    first = training.step().item()
     warm = time.perf_counter() - start
-    step()
-    seconds = windows(step, lambda: wait(side.device), side.device)
+    training.step()
+    measured = windows(training.step, lambda: wait(side.device), side.device)
     allocated = torch.cuda.max_memory_allocated() if side.device == "cuda" else 0
     report(
-        seconds=seconds,
+        **measured,
+        batch=batch,
         memory=memory(side.device) - used,
         allocated=allocated,
         first_step=warm,
-        losses=[first, step().item()],
+        losses=[first, training.step().item()],
     )
+
+
+def first(side, *how):
+    """One step: what a start costs."""
+    report(loss=Training(side, side.sizes, side.batch, *how).step().item())
 
 
 @torch.no_grad()
 def decode(side, _style, attention, mode):
-    low = side.precision == "bf16"
-    dtype = torch.bfloat16 if low else torch.float32
-    sizes = MODELS[side.model]
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(side.precision)
+    if dtype is None:
+        refuse(f"PyTorch's side has no {side.precision}")
+    torch.set_float32_matmul_precision("highest")
+    if attention == "math":
+        torch._inductor.config.coordinate_descent_tuning = True
     torch.empty(1, device=side.device)
     used = memory(side.device)
-    model = GPT(sizes, attention).to(side.device, dtype).eval()
-    N = sizes["block_size"]
-    for block in model.blocks:
-        block.remember(side.B, N, device=side.device, dtype=dtype)
-    mask = torch.tril(torch.ones(N, N, dtype=torch.bool, device=side.device))
-    model.register_buffer("mask", mask)
+    model = GPT(side.sizes, attention, side.device).to(dtype).eval()
+    N = side.sizes["block_size"]
+    model.remember(side.batch, N, side.device, dtype)
     token = compiled(model.token, mode)
-    ids = torch.zeros(side.B, 1, dtype=torch.long, device=side.device)
-    positions = torch.arange(*decoded(N), device=side.device).split(1)
+    ids = torch.zeros(side.batch, 1, dtype=torch.long, device=side.device)
+    positions = list(range(*decoded(N)))
+    if mode != "eager":
+        positions = torch.tensor(positions, device=side.device).split(1)
     number = 0
 
     def step():
         nonlocal ids, number
-        ids = token(ids, positions[number % len(positions)]).clone()
+        ids = token(ids, positions[number % len(positions)])
+        if mode == "reduce-overhead":
+            # The next replay writes where this one did.
+            ids = ids.clone()
         number += 1
 
+    start = time.perf_counter()
     for _ in range(5):
         step()
-    seconds = windows(step, lambda: wait(side.device), side.device)
-    report(seconds=seconds, memory=memory(side.device) - used)
+    wait(side.device)
+    warm = time.perf_counter() - start
+    measured = windows(step, lambda: wait(side.device), side.device)
+    # A graph that could not be captured would be launched kernel by kernel: say so.
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    used = memory(side.device) - used
+    report(**measured, batch=side.batch, memory=used, first_step=warm, uncaptured=skipped)
 
 
 if __name__ == "__main__":
     chosen = Side.of(sys.argv[1:])
-    {"train": train, "decode": decode}[chosen.work](chosen, *sys.argv[7:10])
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        refuse("PyTorch here sees no GPU")
+    {"train": train, "first": first, "decode": decode}[chosen.work](chosen, *sys.argv[8:11])

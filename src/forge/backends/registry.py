@@ -32,6 +32,9 @@ def _cuda_memory() -> Memory:
     return memory
 
 
+# From a kernel's name and the kernel to what is called in its place.
+Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+
 # Imported when the device is asked for, so that a machine without a GPU never loads its packages.
 Device.memories["cuda"] = _cuda_memory
 
@@ -45,12 +48,15 @@ class Kernels:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = _choose(name, self._device, self._dtype)
+        if _around is not None:
+            function = _around(name, function)
         setattr(self, name, function)
         return function
 
 
 _bound: dict[tuple[Device, str], Kernels] = {}
 _strict = False
+_around: Around | None = None
 
 
 class Row(NamedTuple):
@@ -82,6 +88,20 @@ def strict() -> Iterator[None]:
         yield
     finally:
         _strict = before
+        _bound.clear()
+
+
+@contextmanager
+def watched(around: Around) -> Iterator[None]:
+    """Within this block `around(name, kernel)` is called in a kernel's place: to time it, say."""
+    global _around
+    before = _around
+    _around = around
+    _bound.clear()
+    try:
+        yield
+    finally:
+        _around = before
         _bound.clear()
 
 

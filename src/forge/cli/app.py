@@ -46,6 +46,7 @@ def make_app(called: str = "") -> App:
         ("plot", "Draw the losses of one or more runs."),
         ("verify", "Hold every op's kernels and gradients on this machine to their definitions."),
         ("kernels", "Show which implementation serves which op."),
+        ("bench", "Measure how fast this machine trains and decodes."),
     ):
         function = {"eval": "evaluate"}.get(name, name)
         short = None if name == called else help
