@@ -30,7 +30,7 @@ SMALL = [
     "--device=reference",
 ]
 CONFIGS = Path(__file__).parents[1] / "configs"
-COMMANDS = ("train", "generate", "eval", "plot", "verify", "kernels")
+COMMANDS = ("train", "generate", "eval", "plot", "verify", "kernels", "bench")
 
 
 def forge(*arguments, **keywords):
