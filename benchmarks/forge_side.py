@@ -112,8 +112,10 @@ def profiled_decoding(side):
 def profile_of(run, batch, side):
     run.step()
     measured = windows(run.step, lambda: wait(run.device), side.device)
+    repeat = run.repeating()
+    repeat()
     steps = 3 if side.device == "cuda" else max(2, min(200, round(3.0 / measured["seconds"])))
-    found = profile.profile(run.repeating(), run.device, steps=steps)
+    found = profile.profile(repeat, run.device, steps=steps)
     rows = [(row.seconds, row.calls, str(row)) for row in found.rows]
     report(kernels=rows, seconds=found.seconds, outside=found.outside, batch=batch)
 

@@ -145,7 +145,7 @@ def test_bench_prints_rates_shares_and_kernels(call, quick):
     assert re.search(r"^train +[\d,]+ tokens/s, .* ms a step", out, re.MULTILINE)
     assert re.search(r"\d+% of these multiply-adds \(6 N \+ 6 L C T", out)
     assert re.search(r"^decode +[\d,]+ tokens/s, .* ms a token", out, re.MULTILINE)
-    assert re.search(r"^ *[\d.]+ +[\d.]+% +4  attention \[12, 64, 384\]", out, re.MULTILINE)
+    assert re.search(r"^ *[\d.]+ +[\d.]+% +4  matmul \[768, 512\]", out, re.MULTILINE)
     assert out.count("outside of kernels") == 2
     assert "of this bandwidth" not in out  # the baby's weights fit a cache
 

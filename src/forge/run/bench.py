@@ -86,8 +86,11 @@ def _measured(run: Training | Decoding, tokens: int, seconds: float, before: int
     windows = max(3, min(_WINDOWS, round(seconds / each)))
     step = statistics.median(_window(run.step, device, count) for _ in range(windows))
     memory = _peak(device) - before
+    # Not captured, a step takes its buffers from the device's pool, which has none of them yet.
+    repeat = run.repeating()
+    repeat()
     steps = max(2, min(100, round(0.3 * seconds / step)))
-    found = profile(run.repeating(), device, steps=steps)
+    found = profile(repeat, device, steps=steps)
     return Speed(tokens / step, step, first, memory, found)
 
 
