@@ -75,7 +75,8 @@ def decoded(room):
 def windows(step, wait, device):
     """Seconds a step: the median of several windows of steps in a row, after the warm-up.
 
-    Beside it the cores that were busy, which shows a side that took more threads than its own.
+    Beside it the CPU seconds of a step, by which sides of one thread compare on a busy machine, and
+    the cores at work, which show a side that took more threads than its own.
     """
     start = time.perf_counter()
     count = 0
@@ -94,8 +95,9 @@ def windows(step, wait, device):
             step()
         wait()
         times.append((time.perf_counter() - start) / steps)
-    cores = (time.process_time() - busy) / (time.perf_counter() - begin)
-    return {"seconds": statistics.median(times), "cores": round(cores, 2)}
+    busy, passed = time.process_time() - busy, time.perf_counter() - begin
+    cpu = busy / (number * steps)
+    return {"seconds": statistics.median(times), "cpu": cpu, "cores": round(busy / passed, 2)}
 
 
 def largest(fits):

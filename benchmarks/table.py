@@ -66,7 +66,7 @@ def _line(result):
             parts.append(f"{result[name] / 2**30:.2f} GiB {what}")
     if result.get("uncaptured"):
         parts.append(f"{result['uncaptured']} graphs NOT captured")
-    parts.append(f"{result['cores']} cores busy")
+    parts.append(f"{1e3 * result['cpu']:.3f} ms of CPU, {result['cores']} cores busy")
     if "losses" in result:
         parts.append("loss {:.3f} to {:.3f}".format(*result["losses"]))
     return ", ".join(parts)
