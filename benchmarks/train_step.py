@@ -110,7 +110,7 @@ def main():
         print(f"\n{work} {side.precision}")
         if limits:
             print(
-                f"at most {limits['flops'] / 1e9:,.0f} GFLOP/s of multiply-adds, "
+                f"at most {limits['flops'] / 1e9:,.0f} GFLOP/s of {limits['of']}, "
                 f"{limits['read'] / 1e9:,.1f} GB/s read, {limits['copy'] / 1e9:,.1f} copied"
             )
         show(results, ours + peers, side, lambda rate, _: share(rate, side, limits))
@@ -149,7 +149,7 @@ def share(rate, side, limits):
     """What part of the machine's multiply-adds a rate of tokens is, in words."""
     if not limits:
         return ""
-    return f"{6 * side.weights * rate / limits['flops']:.0%} of multiply-adds"
+    return f"{6 * side.weights * rate / limits['flops']:.0%} of {limits['of']}"
 
 
 def roofline(side, results, args):

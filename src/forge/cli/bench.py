@@ -117,7 +117,7 @@ def _introduce(document: dict[str, Any]) -> None:
     read = "" if limits["read"] is None else f"{limits['read'] / 1e9:,.1f} GB/s read, "
     row(
         "at most",
-        f"{limits['flops'] / 1e9:,.0f} GFLOP/s of multiply-adds; {read}"
+        f"{limits['flops'] / 1e9:,.0f} GFLOP/s of {limits['of']}; {read}"
         f"{limits['copy'] / 1e9:,.1f} GB/s copied (read and written)",
     )
     row("memory", f"{document['peak_rss'] / 1e6:,.0f} MB of the host's at most, libraries included")
@@ -152,7 +152,7 @@ def _show(work: Work, found: measuring.Speed, limits: ceilings.Ceilings) -> None
     )
     share = found.share(limits)
     if share is not None and work == "train":
-        row("", f"{share:.0%} of these multiply-adds ({speed.FORMULA} operations a token)")
+        row("", f"{share:.0%} of these operations ({speed.FORMULA} for a token)")
     elif share is not None:
         row("", f"{share:.0%} of this bandwidth (every token reads the weights)")
     _table(found.profile)

@@ -2,7 +2,7 @@
 
 On a CPU these are loops that do nothing else, on the threads that kernels run on. The rate is that
 of fused multiply-adds on float32 in registers, so products can come near it and nothing passes it.
-On a GPU it is that of one large product, and bytes are those of a copy.
+In bfloat16, and on a GPU, it is that of one large product; a GPU's bytes are those of a copy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge.backends import registry
 from forge.run import speed
 from forge.tensor import Device, tensor
 
@@ -23,23 +24,27 @@ _ROUNDS = 7
 _TURNS = 1_000_000
 # Pieces for each thread, so that one that was held up does not keep the others waiting.
 _PIECES = 4
+# What operations are of.
+LOOP, PRODUCT = "multiply-adds", "one large product"
 
 
 class Ceilings(NamedTuple):
     """Operations in a second, two for each multiply-add; bytes in a second read, and copied.
 
-    A copied byte counts twice, as it is read and written. `read` is None on a GPU.
+    A copied byte counts twice, as it is read and written. `read` is None on a GPU. `of` says what
+    the operations are of.
     """
 
     flops: float
     read: float | None
     copy: float
+    of: str
 
 
 def measure(device: Device, precision: str = "fp32") -> Ceilings:
     """Measure them on a device; takes about two seconds."""
     if device.kind == "cuda":
-        return Ceilings(speed.peak_flops(device, precision), None, _cuda_copy(device))
+        return Ceilings(speed.peak_flops(device, precision), None, _cuda_copy(device), PRODUCT)
     from forge.backends.cpu import threads
     from forge.run import ceiling_loops as loops
 
@@ -48,10 +53,12 @@ def measure(device: Device, precision: str = "fp32") -> Ceilings:
     target = np.zeros(_ELEMENTS, np.float32)
     sums = np.zeros(pieces, np.float32)
     operations = float(loops.FLOPS) * _TURNS * pieces
-    flops = operations / _fastest(lambda: loops.multiply_add(sums, _TURNS, 0.5))
+    flops, of = operations / _fastest(lambda: loops.multiply_add(sums, _TURNS, 0.5)), LOOP
+    if precision == "bf16" and registry.implementation("matmul", "cpu", "bfloat16") == "cpu":
+        flops, of = speed.peak_flops(device, precision), PRODUCT
     read = source.nbytes / _fastest(lambda: loops.read(source, sums))
     copy = 2 * source.nbytes / _fastest(lambda: loops.copy(source, target, pieces))
-    return Ceilings(flops, read, copy)
+    return Ceilings(flops, read, copy, of)
 
 
 def _fastest(run: Callable[[], Any]) -> float:
