@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from forge.errors import ArgumentError
@@ -18,6 +18,8 @@ from forge.tensor import Device
 BATCH = {"baby": 12, "124M": 1}
 # Weights of fewer bytes may stay in a cache, and then the memory's bandwidth is no limit.
 CACHED = 256 << 20
+# What `choices.prepare` calls them.
+_KINDS = {"train": "train", "decode": "generate"}
 # Parts of a measurement, of which the median counts.
 _WINDOWS = 7
 
@@ -47,14 +49,17 @@ class Speed(NamedTuple):
         return None
 
 
-def prepare(device: Device) -> None:
-    """Compile the device's kernels now. Raises `ArgumentError` for one that is not for speed."""
+def prepare(device: Device, works: Collection[str]) -> None:
+    """Compile the kernels of train, decode or both now.
+
+    Raises `ArgumentError` for a device that is not for speed.
+    """
     if device.kind == "reference":
         raise ArgumentError(
             "[bench] expected a device to be fast on, got reference, whose kernels are "
             "definitions; try --device cpu"
         )
-    choices.prepare(device)
+    choices.prepare(device, *(_KINDS[work] for work in works))
 
 
 def train(model: str, device: Device, precision: str, seconds: float) -> Speed:
