@@ -16,6 +16,7 @@ from forge.errors import (
     ShapeError,
     TapeError,
 )
+from forge.ops.token import BLOCK, CACHES
 from forge.tensor import Tensor, tensor
 from forge.verify import CASES
 from forge.verify.trial import outputs, tensors
@@ -284,9 +285,14 @@ MISUSES = [
         DtypeError,
         "pos: float",
     ),
-    ("decode_block_", lambda: decode_block(h=f(2, 11)), ShapeError, "[2, 11]", "[2, 3, 10, 4]"),
-    ("decode_block_", lambda: decode_block(w_fc=f(12, 24)), ShapeError, "w_fc", "[12, 48]"),
-    ("decode_block_", lambda: decode_block(pos=i(0, 10)), ArgumentError, "there is room for"),
+    ("decode_token_", lambda: decode_token(pos=i(0, 1, 2)), ShapeError, "pos", "[2]", "[3]"),
+    ("decode_token_", lambda: decode_token(wte=f(7, 11)), ShapeError, "[7, 11]", "[2, 3, 10, 4]"),
+    ("decode_token_", lambda: decode_token(w_fc=f(12, 24)), ShapeError, "w_fc", "[12, 48]"),
+    ("decode_token_", lambda: decode_token(beta=f(11)), ShapeError, "beta", "[12]"),
+    ("decode_token_", lambda: decode_token(rows=8), ArgumentError, "rows in [0, 7]", "8"),
+    ("decode_token_", lambda: decode_token(ids=i(0, 5), rows=5), ArgumentError, "ids in [0, 5)"),
+    ("decode_token_", lambda: decode_token(pos=i(0, 10)), ArgumentError, "there is room for"),
+    ("decode_token_", lambda: decode_token(b_out=None), ArgumentError, "14 Tensors", "b_out"),
     ("kv_append_", lambda: ops.kv_append_(CACHE, f(2), f(2, 1, 36), 0), ShapeError, "v_cache"),
     ("kv_append_", lambda: ops.kv_append_(CACHE, CACHE, f(2, 1, 36), -1), ArgumentError, "-1"),
     ("kv_append_", lambda: ops.kv_append_(CACHE, CACHE, f(2, 1, 37), 0), ShapeError, "37"),
@@ -418,17 +424,14 @@ def adamw(**changes):
     return ops.adamw_(**arguments)
 
 
-def decode_block(**changes):
-    arguments = {
-        "h": f(2, 12),
-        "k_cache": f(2, 3, 10, 4),
-        "v_cache": f(2, 3, 10, 4),
-        "pos": i(0, 1),
-    }
+def decode_token(**changes):
+    block = {name: f(12) for name in BLOCK} | {name: f(2, 3, 10, 4) for name in CACHES}
     for name, k, m in (("attn", 12, 36), ("proj", 12, 12), ("fc", 12, 48), ("out", 48, 12)):
-        arguments |= {f"w_{name}": f(k, m), f"b_{name}": f(m)}
-    arguments |= {f"{name}_{n}": f(12) for name in ("gamma", "beta") for n in (1, 2)}
-    return ops.decode_block_(**{**arguments, **changes})
+        block |= {f"w_{name}": f(k, m), f"b_{name}": f(m)}
+    block = {name: changes.pop(name, x) for name, x in block.items()}
+    rest = {"ids": i(0, 6), "wte": f(7, 12), "wpe": f(10, 12), "gamma": f(12), "beta": f(12)}
+    given = [x for x in block.values() if x is not None]
+    return ops.decode_token_(*given, **{**rest, "pos": i(0, 1), **changes})
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ LOADED_BY = {"tbb": "libtbb.so", "scipy_openblas32": "scipy_openblas32"}
 
 # float32 kernels that the CPU leaves to the reference: none so far.
 # The first a model calls only where it is one kernel; the second is NumPy's own speed.
-CPU_FALLBACKS = {"decode_block", "argmax"}
+CPU_FALLBACKS = {"decode_token", "argmax"}
 BACKENDS = [
     path.name for path in (SOURCE / "backends").iterdir() if (path / "__init__.py").exists()
 ]

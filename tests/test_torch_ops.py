@@ -133,15 +133,17 @@ def counterparts():
                 cache[sample, :, first : first + t] = x[sample].reshape(t, h, d).transpose(0, 1)
         return q, *caches
 
-    def decode_block_(
-        h, gamma_1, beta_1, w_attn, b_attn, w_proj, b_proj,
-        gamma_2, beta_2, w_fc, b_fc, w_out, b_out, k_cache, v_cache, pos,
-    ):  # fmt: skip
-        qkv = linear(layernorm(h, gamma_1, beta_1), w_attn, b_attn)[:, None]
-        q, *caches = kv_append_(k_cache, v_cache, qkv, pos)
-        g = h + linear(cached_attention(q, *caches, pos)[:, 0], w_proj, b_proj)
-        y = linear(layernorm(g, gamma_2, beta_2), w_fc, b_fc, "tanh")
-        return g + linear(y, w_out, b_out), *caches
+    def decode_token_(*blocks, ids, wte, wpe, gamma, beta, pos, rows):
+        h, caches = (wte[ids] + wpe[pos])[:, None], []
+        for i in range(0, len(blocks), 14):
+            gamma_1, beta_1, w_attn, b_attn, w_proj, b_proj, *mlp, keys, values = blocks[i : i + 14]
+            gamma_2, beta_2, w_fc, b_fc, w_out, b_out = mlp
+            qkv = linear(layernorm(h, gamma_1, beta_1), w_attn, b_attn)
+            q, *both = kv_append_(keys, values, qkv, pos)
+            h = h + linear(cached_attention(q, *both, pos), w_proj, b_proj)
+            wide = linear(layernorm(h, gamma_2, beta_2), w_fc, b_fc, "tanh")
+            h, caches = h + linear(wide, w_out, b_out), caches + both
+        return layernorm(h, gamma, beta)[:, 0] @ wte[:rows].T, *caches
 
     def embedding(ids, wte, wpe=None, pos=0, order=None, rows=None):
         y = functional.embedding(ids, wte)
@@ -246,7 +248,7 @@ def counterparts():
         "attention_backward": attention_backward,
         "cached_attention": cached_attention,
         "kv_append_": kv_append_,
-        "decode_block_": decode_block_,
+        "decode_token_": decode_token_,
         "embedding": embedding,
         "add_positions_": add_positions_,
         "scatter_add_rows_": lambda out, ids, x, order=None: (

@@ -17,7 +17,7 @@ import numpy as np
 
 from forge import ops
 from forge.errors import ConfigError
-from forge.ops.block import decodes_by_block
+from forge.ops.token import decodes_by_token
 from forge.params import Params
 from forge.tensor import Device, Shape, Tensor, tensor, zeros
 
@@ -164,8 +164,6 @@ class GPT2:
         wte, wpe = params["wte.weight"], params["wpe.weight"]
         h = ops.embedding(ids, wte, wpe, pos, order, rows=c.vocab_size)
         h = self._dropout(h, c.embd_pdrop, rng, 0)
-        if cache is not None and isinstance(pos, Tensor) and decodes_by_block(h, c.n_head):
-            return self._by_block(params, h, cache, pos)
         y = ops.layernorm(
             h, params["h.0.ln_1.weight"], params["h.0.ln_1.bias"], c.layer_norm_epsilon
         )
@@ -180,19 +178,6 @@ class GPT2:
             norm = f"h.{layer + 1}.ln_1" if layer + 1 < c.n_layer else "ln_f"
             h, y = self._branch(params, h, wide, p + "mlp.c_proj", norm, rng, 3 * layer + 3)
         return y
-
-    def _by_block(
-        self, params: Mapping[str, Tensor], h: Tensor, cache: Cache, pos: Tensor
-    ) -> Tensor:
-        """`hidden` for one new position of a few samples, a kernel for each block."""
-        c = self.config
-        x = h.view((h.shape[0], c.n_embd))
-        for layer, caches in enumerate(zip(cache.keys, cache.values, strict=True)):
-            weights = [params[f"h.{layer}.{name}"] for name in BLOCK]
-            x = ops.decode_block_(x, *weights, *caches, pos, c.layer_norm_epsilon)
-        weights = [params["ln_f.weight"], params["ln_f.bias"]]
-        y: Tensor = ops.layernorm(x, *weights, c.layer_norm_epsilon)
-        return y.view(h.shape)
 
     def logits(self, params: Mapping[str, Any], ids: Tensor, **keywords: Any) -> Any:
         """Logits [B, T, V] for ids [B, T]; keywords as `hidden`'s."""
@@ -231,12 +216,36 @@ class GPT2:
     ) -> Tensor:
         """Logits [B, V] that follow the last of ids [B, T], which are appended to the cache."""
         batch, length = ids.shape
+        n_head = self.config.n_head
+        if isinstance(pos, Tensor) and decodes_by_token(ids, params["wte.weight"], n_head):
+            return self._token(params, ids, cache, pos)
         y = ops.reshape(self.hidden(params, ids, cache=cache, pos=pos), (-1, self.config.n_embd))
         if length > 1:
             last = tensor(np.arange(1, batch + 1) * length - 1, "int64", ids.device)
             y = ops.take(y, last)
         result: Tensor = self._head(params, y)
         return result
+
+    def _token(
+        self, params: Mapping[str, Tensor], ids: Tensor, cache: Cache, pos: Tensor
+    ) -> Tensor:
+        """`decode` for one new position of a few samples, in one kernel."""
+        c = self.config
+        blocks: list[Tensor] = []
+        for layer, caches in enumerate(zip(cache.keys, cache.values, strict=True)):
+            blocks += [*(params[f"h.{layer}.{name}"] for name in BLOCK), *caches]
+        logits: Tensor = ops.decode_token_(
+            *blocks,
+            ids=ids.view((ids.shape[0],)),
+            wte=params["wte.weight"],
+            wpe=params["wpe.weight"],
+            gamma=params["ln_f.weight"],
+            beta=params["ln_f.bias"],
+            pos=pos,
+            rows=c.vocab_size,
+            eps=c.layer_norm_epsilon,
+        )
+        return logits
 
     def _head(self, params: Mapping[str, Any], y: Any) -> Any:
         """Logits [N, V] of y [N, C]: those of padded rows are dropped."""

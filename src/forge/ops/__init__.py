@@ -14,7 +14,6 @@ from forge.ops.attention import (
     unmerge_heads,
     unsplit_heads,
 )
-from forge.ops.block import decode_block_
 from forge.ops.embedding import add_positions_, embedding, scatter_add_rows_, scatter_rows, take
 from forge.ops.linear import linear, matmul
 from forge.ops.loss import (
@@ -43,6 +42,7 @@ from forge.ops.pointwise import (
 )
 from forge.ops.reduce import argmax, max, mean, sum, sum_rows, sum_to
 from forge.ops.shape import broadcast_to, concat, reshape, slice, transpose, unslice
+from forge.ops.token import decode_token_
 from forge.ops.update import adamw_, all_finite, global_norm
 
 __all__ = [
@@ -62,7 +62,7 @@ __all__ = [
     "concat",
     "cross_entropy",
     "cross_entropy_backward",
-    "decode_block_",
+    "decode_token_",
     "div",
     "dropout",
     "embedding",

@@ -11,6 +11,7 @@ import numpy as np
 
 from forge.backends.registry import kernels
 from forge.dtypes import NUMPY
+from forge.ops.token import BLOCK, CACHES
 from forge.tensor import Shape, empty, tensor
 from forge.verify import composites
 from forge.verify.case import Array, Case, Draw, Rng, given, ids, normal, positive
@@ -26,7 +27,7 @@ def fused() -> list[Case]:
         *_attention(),
         *_heads(),
         *_cache(),
-        *_block(),
+        *_token(),
         *_embedding(),
         *_loss(),
         *_update(),
@@ -166,27 +167,52 @@ def _heads() -> list[Case]:
     return rows
 
 
-def _block() -> list[Case]:
-    rows: list[Case] = []
-    for h, n, d, pos in ((2, 130, 16, [129, 0]), (3, 200, 64, [97]), (1, 5, 32, [0, 4, 2])):
-        c, b = h * d, len(pos)
-        weights: dict[str, Any] = {"gamma_1": (c,), "beta_1": (c,)}
-        for name, k, m in (("attn", c, 3 * c), ("proj", c, c), ("fc", c, 4 * c), ("out", 4 * c, c)):
-            weights |= {f"w_{name}": normal(k, m, std=k**-0.5), f"b_{name}": (m,)}
-        weights |= {"gamma_2": (c,), "beta_2": (c,)}
-        caches = {"k_cache": (b, h, n, d), "v_cache": (b, h, n, d)}
-        rows.append(
-            Case(
-                "decode_block_",
-                {"h": (b, c), **weights, **caches, "pos": given(pos)},
-                tolerance=8,
-                terms=max(n, 4 * c),
-                masters=("gamma_1", "beta_1", "gamma_2", "beta_2"),
-                mutates=("k_cache", "v_cache"),
-                composite=composites.decode_block,
-            )
+def token(
+    layers: int, v: int, padded: int, h: int, n: int, d: int, pos: list[int], **more: Any
+) -> Case:
+    """A row of decode_token_: a GPT-2 of so many layers, classes, padded rows and heads."""
+    c, b = h * d, len(pos)
+    drawn: dict[str, Any] = {f"{name}_{k}": (c,) for name in ("gamma", "beta") for k in (1, 2)}
+    masters = [f"blocks{i}" for i, name in enumerate(BLOCK * layers) if name in drawn]
+    for name, k, m in (("attn", c, 3 * c), ("proj", c, c), ("fc", c, 4 * c), ("out", 4 * c, c)):
+        drawn |= {f"w_{name}": normal(k, m, std=k**-0.5), f"b_{name}": (m,)}
+    drawn |= dict.fromkeys(CACHES, (b, h, n, d))
+    tables = {"wte": normal(padded, c, std=c**-0.5), "wpe": (n, c), "gamma": (c,), "beta": (c,)}
+    return Case(
+        "decode_token_",
+        {
+            **{f"blocks{i}": drawn[name] for i, name in enumerate(BLOCK * layers)},
+            **tables,
+            "ids": ids(v, b),
+            "pos": given(pos),
+        },
+        {"rows": v},
+        masters=(*masters, "gamma", "beta"),
+        mutates=tuple(f"blocks{i}" for i, name in enumerate(BLOCK * layers) if name in CACHES),
+        **more,
+    )
+
+
+def _token() -> list[Case]:
+    return [
+        token(
+            layers,
+            61,
+            64,
+            h,
+            n,
+            d,
+            pos,
+            tolerance=8,
+            terms=16 * h * d + n,
+            composite=composites.decode_token,
         )
-    return rows
+        for layers, h, n, d, pos in (
+            (2, 2, 130, 16, [129, 0]),
+            (1, 3, 200, 64, [97]),
+            (1, 1, 5, 32, [0, 4, 2]),
+        )
+    ]
 
 
 def _cache() -> list[Case]:

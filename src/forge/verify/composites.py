@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from forge import ops
+from forge.ops.token import BLOCK
 from forge.tensor import Tensor, tensor
 
 
@@ -144,28 +145,26 @@ def _positions(pos: int | Tensor, batch: int) -> list[int]:
     return [pos] * batch if isinstance(pos, int) else [int(first) for first in pos.numpy()]
 
 
-def decode_block(
-    h: Any,
-    gamma_1: Any,
-    beta_1: Any,
-    w_attn: Any,
-    b_attn: Any,
-    w_proj: Any,
-    b_proj: Any,
-    gamma_2: Any,
-    beta_2: Any,
-    w_fc: Any,
-    b_fc: Any,
-    w_out: Any,
-    b_out: Any,
-    k_cache: Any,
-    v_cache: Any,
+def decode_token(
+    *blocks: Any,
+    ids: Any,
+    wte: Any,
+    wpe: Any,
+    gamma: Any,
+    beta: Any,
     pos: Any,
+    rows: Any = None,
+    eps: float = 1e-5,
 ) -> Any:
-    """The ops that a block is made of."""
-    x = ops.reshape(h, (h.shape[0], 1, h.shape[1]))
-    qkv = ops.linear(ops.layernorm(x, gamma_1, beta_1), w_attn, b_attn)
-    mixed = ops.cached_attention(ops.kv_append_(k_cache, v_cache, qkv, pos), k_cache, v_cache, pos)
-    g, y = ops.add_layernorm(x, ops.linear(mixed, w_proj), b_proj, gamma_2, beta_2)
-    wide = ops.linear(y, w_fc, b_fc, gelu="tanh")
-    return ops.reshape(g + ops.linear(wide, w_out, b_out), h.shape)
+    """The ops that a GPT-2 is made of."""
+    column, width = (ids.shape[0], 1), len(BLOCK)
+    h = ops.embedding(ops.reshape(ids, column), wte, wpe, pos, rows=rows)
+    for i in range(0, len(blocks), width):
+        gamma_1, beta_1, w_attn, b_attn, w_proj, b_proj, *mlp, keys, values = blocks[i : i + width]
+        qkv = ops.linear(ops.layernorm(h, gamma_1, beta_1, eps), w_attn, b_attn)
+        y = ops.cached_attention(ops.kv_append_(keys, values, qkv, pos), keys, values, pos)
+        gamma_2, beta_2, w_fc, b_fc, w_out, b_out = mlp
+        h, y = ops.add_layernorm(h, ops.linear(y, w_proj), b_proj, gamma_2, beta_2, eps)
+        h = h + ops.linear(ops.linear(y, w_fc, b_fc, gelu="tanh"), w_out, b_out)
+    y = ops.reshape(ops.layernorm(h, gamma, beta, eps), (ids.shape[0], wte.shape[1]))
+    return ops.matmul(y, wte, trans_b=True, b_rows=rows)

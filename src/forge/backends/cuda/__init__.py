@@ -52,7 +52,7 @@ MOVERS: dict[str, tuple[str, ...]] = {
     "shape": ("transpose", "slice", "unslice", "concat", "broadcast_to", "take"),
 }
 
-LOW: dict[str, tuple[str, ...]] = {"block": ("decode_block",)}
+LOW: dict[str, tuple[str, ...]] = {"token": ("decode_token",)}
 
 KERNELS = {
     **table("forge.backends.cuda", FAMILIES, frozenset({"float32", "bfloat16"})),

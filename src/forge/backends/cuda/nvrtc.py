@@ -18,7 +18,8 @@ def kernel(file: str, name: str, defines: dict[str, int], shared: int = 0) -> Ca
     """The kernel `name` of a source beside this one, as a function of (blocks, threads, *args).
 
     `defines` are macros of the source, `shared` is its dynamic shared memory in bytes. Arguments
-    are Tensors, ints (int32, from 2^31 on int64) and floats (float32).
+    are Tensors, ints (int32, from 2^31 on int64), floats (float32), and tuples of Tensors, which
+    are a struct of pointers.
     """
     macros = tuple(defines.items())
 
@@ -45,7 +46,7 @@ def _loaded(
         return Binary(name, shared, threads, compile_file(file, arch, dict(macros)))
 
     version = _ask(nvrtc.nvrtcVersion())
-    origin = (_source(file), name, macros, shared, threads, version, arch)
+    origin = (_source(file), _headers(), name, macros, shared, threads, version, arch)
     return load(cached(origin, make), kinds, hidden=0)
 
 
@@ -54,15 +55,25 @@ def _source(file: str) -> bytes:
     return resources.files(__package__).joinpath(file).read_bytes()
 
 
+@cache
+def _headers() -> dict[str, bytes]:
+    """All headers beside this file, which any source may include."""
+    names = sorted(entry.name for entry in resources.files(__package__).iterdir())
+    return {name: _source(name) for name in names if name.endswith(".cuh")}
+
+
 def compile_file(file: str, arch: int, defines: dict[str, int]) -> bytes:
     """The cubin of a source for compute capability `arch`, such as 90; needs no GPU."""
     options = [f"--gpu-architecture=sm_{arch}", "--std=c++17"]
     options += [f"-D{macro}={value}" for macro, value in defines.items()]
     given = [option.encode() for option in options]
-    program = _ask(nvrtc.nvrtcCreateProgram(_source(file), file.encode(), 0, [], []))
+    names, headers = [name.encode() for name in _headers()], list(_headers().values())
+    program = _ask(
+        nvrtc.nvrtcCreateProgram(_source(file), file.encode(), len(headers), headers, names)
+    )
     (failed,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
     if int(failed):
-        log = b" " * _ask(nvrtc.nvrtcGetProgramLogSize(program))
+        log = b" " * int(_ask(nvrtc.nvrtcGetProgramLogSize(program)))
         _ask(nvrtc.nvrtcGetProgramLog(program, log))
         raise DeviceError(f"[{file}] expected the source to compile, got {log.decode()}")
     cubin = b" " * int(_ask(nvrtc.nvrtcGetCUBINSize(program)))

@@ -43,6 +43,8 @@ _CELL = {
     "i64": ctypes.c_int64,
     "fp32": ctypes.c_float,
 }
+# A kind that begins so is a struct of so many pointers.
+_TABLE = "table of "
 # Triton adds two pointers to each kernel's parameters, for scratch memory that none here uses.
 _HIDDEN = 2
 # Dynamic shared memory that a kernel gets without asking.
@@ -124,6 +126,9 @@ def describe(args: tuple[Any, ...]) -> tuple[Kinds, Values]:
         elif isinstance(value, float):
             kinds.append("fp32")
             values.append(value)
+        elif value and value[0].__class__ is Tensor:
+            kinds.append(f"{_TABLE}{len(value)}")
+            values += [x.pointer for x in value]
         else:
             kinds.append(tuple(map(_integer, value)))
             values += value
@@ -181,12 +186,20 @@ class Arguments:
     """A kernel's parameters in memory, as the driver reads them; filled anew for each launch."""
 
     def __init__(self, kinds: Kinds, hidden: int) -> None:
-        types = [each.removesuffix(_ALIGNED) for each in _flat(kinds)]
-        self.cells: list[Any] = [
-            ctypes.c_uint64() if name[0] == "*" else _CELL[name]() for name in types
-        ]
+        self.cells: list[Any] = []
+        addresses = []
+        for kind in _flat(kinds):
+            name = kind.removesuffix(_ALIGNED)
+            if name.startswith(_TABLE):
+                count = int(name.removeprefix(_TABLE))
+                table = (ctypes.c_uint64 * count)()
+                cells = [ctypes.c_uint64.from_buffer(table, 8 * i) for i in range(count)]
+            else:
+                cells = [ctypes.c_uint64() if name[0] == "*" else _CELL[name]()]
+            addresses.append(ctypes.addressof(cells[0]))
+            self.cells += cells
         self._hidden = [ctypes.c_uint64() for _ in range(hidden)]
-        addresses = [ctypes.addressof(cell) for cell in (*self.cells, *self._hidden)]
+        addresses += [ctypes.addressof(cell) for cell in self._hidden]
         self._table = (ctypes.c_void_p * len(addresses))(*addresses)
         self.address = ctypes.addressof(self._table)
 

@@ -42,7 +42,7 @@ FAMILIES = {
         "cached_attention",
         "kv_append",
     ),
-    "block": ("decode_block",),
+    "token": ("decode_token",),
     "embedding": ("embedding", "scatter_add_rows", "position_backward"),
     "loss": ("target_weight", "cross_entropy", "cross_entropy_backward", "linear_cross_entropy"),
     "update": ("global_norm", "all_finite", "adamw"),

@@ -1,0 +1,132 @@
+"""A whole GPT-2 for one new position of every sample, in one launch: see token.cu.
+
+For bfloat16, widths that are multiples of 16 and heads of a power of two from 8 to 256.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from forge.backends.cuda import device, pointwise
+from forge.backends.cuda.nvrtc import kernel
+from forge.backends.cuda.shape import blocks
+from forge.tensor import Device, Tensor, empty, full
+
+# Places of gamma and beta among a block's weights.
+NORMS = (0, 1, 6, 7)
+# Threads of a block and columns of a strip, as in token.cu. More threads only where those of 256
+# could not have a sum each: on cards of few multiprocessors.
+THREADS = (256, 512, 1024)
+STRIP = 16
+# A span has so many rows for each of 256 threads, but at most so many keys: with GPT-2's 12 heads
+# of 64 and 1024 positions there are 96 spans, and the parts of no more than eight to put together.
+ROWS, SPAN = 4, 128
+# Parts of a product's rows, at most, that each reader adds up.
+SPLIT = 4
+# Shared memory that every card has: those of compute capability 8.6 have the least, 99 KiB.
+SHARED = 96 << 10
+
+
+def decode_token(
+    ids: Tensor,
+    pos: Tensor,
+    wte: Tensor,
+    wpe: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    weights: tuple[tuple[Tensor, ...], ...],
+    *,
+    k_caches: tuple[Tensor, ...],
+    v_caches: tuple[Tensor, ...],
+    out: Tensor,
+    eps: float,
+) -> None:
+    """out [B, V] = logits for ids [B] at pos [B], where keys and values go into the caches."""
+    B, V = out.shape
+    if out.size == 0:
+        return
+    _, H, N, D = k_caches[0].shape
+    room = (H, N, D)
+    tables = wte, wpe, _float32(gamma), _float32(beta)
+    weights = tuple(
+        tuple(_float32(x) if i in NORMS else x for i, x in enumerate(each)) for each in weights
+    )
+    samples = B
+    while not (sizes := _sizes(samples, room, len(weights), V)):
+        # A card with few multiprocessors, or a wide model: fewer samples at a time.
+        samples -= 1
+    for first in range(0, B, samples):
+        count = min(samples, B - first)
+        sizes = _sizes(count, room, len(weights), V)
+        caches = [
+            [x.view((count, *room), first * H * N * D) for x in pair]
+            for pair in zip(k_caches, v_caches, strict=True)
+        ]
+        pointers = tuple(
+            x for each, pair in zip(weights, caches, strict=True) for x in (*each, *pair)
+        )
+        run = kernel("token.cu", "token", sizes, shared=sizes["SHARED"])
+        turns, mail = _mail(sizes["BLOCKS"], sizes["MAILBOX"] * len(weights))
+        run(
+            sizes["BLOCKS"],
+            sizes["THREADS"],
+            ids.view((count,), first),
+            pos.view((count,), first),
+            *tables,
+            out.view((count, V), first * V),
+            turns,
+            mail,
+            eps,
+            pointers,
+        )
+
+
+@cache
+def _sizes(samples: int, room: tuple[int, int, int], layers: int, V: int) -> dict[str, int]:
+    """The macros of token.cu; none where it has no room for so many samples."""
+    H, N, D = room
+    C, count = H * D, device.processors()
+    split = max(1, min(SPLIT, count // (C // STRIP)))
+    sums = blocks(4 * C // STRIP, count) * samples * STRIP
+    for threads in THREADS if samples == 1 else THREADS[:1]:
+        warps = threads // 32
+        shared = 8 * samples * C + 4 * (warps * (sums + 2 * samples + D + 2) + samples)
+        if sums <= threads and shared <= SHARED:
+            break
+    else:
+        return {}
+    step = threads // (D // 8)
+    span = step * max(1, min(ROWS, SPAN // step))
+    parts = samples * H * blocks(N, span)
+    words = samples * C * (3 + 4) // 2 + 2 * split * samples * C + parts * D + blocks(parts, 2) * 4
+    return {
+        "B": samples,
+        "C": C,
+        "H": H,
+        "L": layers,
+        "N": N,
+        "V": V,
+        "SPAN": span,
+        "SPLIT": split,
+        "BLOCKS": count,
+        "THREADS": threads,
+        "SHARED": shared,
+        "MAILBOX": 4 * words,
+    }
+
+
+@cache
+def _mail(count: int, size: int) -> tuple[Tensor, Tensor]:
+    """The turn of each thread block, and two sets of mailboxes of `size` bytes, all empty."""
+    device.eager("new mailbox")
+    words = blocks(count, 64) * 32
+    both = full((words + 2 * size // 8,), -1, "int64", Device("cuda"))
+    return both.view((words,)), both.view((2 * size // 8,), words)
+
+
+def _float32(x: Tensor) -> Tensor:
+    if x.dtype == "float32":
+        return x
+    out = empty(x.shape, "float32", x.device)
+    pointwise.cast(x, out=out)
+    return out
