@@ -172,9 +172,54 @@ def cached_errors(T, N, pos):
     return errors("attention", "cached_attention", q, k, v, at, out=out, n_head=H)
 
 
-@pytest.mark.parametrize(("T", "N", "pos"), [(1, 300, [0, 299]), (5, 200, 130), (40, 90, [50, 3])])
+@pytest.mark.parametrize(
+    ("T", "N", "pos"), [(1, 300, [0, 299]), (1, 1100, [5, 1090]), (5, 200, 130), (40, 90, [50, 3])]
+)
 def test_cached_attention_over_several_spans(interpreted, T, N, pos):
     assert max(interpreted(cached_errors, T, N, pos)) < 1e-6
+
+
+def bits_beside(pos):
+    """The bits of sample 1 of a batch of two, where the other is at `pos`; each alone if None."""
+    from forge.backends.cuda import attention
+
+    q, k, v = random(2, 1, 16), random(2, 2, 1100, 8, seed=1), random(2, 2, 1100, 8, seed=2)
+    first = 1 if pos is None else 0
+    parts = [tensor(x.array[first:]) for x in (q, k, v)]
+    out = empty(parts[0].shape, "float32", Device("cpu"))
+    at = tensor([1050] if pos is None else [pos, 1050])
+    attention.cached_attention(*parts, at, out=out, n_head=2)
+    return out.array[-1].tobytes()
+
+
+def test_the_bits_of_a_sample_do_not_depend_on_its_neighbours(interpreted):
+    assert len({interpreted(bits_beside, pos) for pos in (None, 0, 700, 1099)}) == 1
+
+
+def few_rows_errors(m, n, k, padded, gelu):
+    from forge.backends.cuda import few_rows
+
+    transposed = padded > 0
+    x, bias = random(m, k, dtype="bfloat16"), random(n, dtype="bfloat16", seed=1)
+    w = random(*((padded, k) if transposed else (k, n)), dtype="bfloat16", seed=2)
+    bias = None if transposed else bias
+    out = empty((m, n), "bfloat16", Device("cpu"))
+    few_rows.product(x, w, bias, out=out, transposed=transposed, gelu=gelu)
+    a, b, got = (y.array.astype(np.float64) for y in (x, w, out))
+    want = a @ (b[:n].T if transposed else b)
+    if bias is not None:
+        want += bias.array.astype(np.float64)
+    if gelu:
+        want *= 0.5 + 0.5 * np.tanh(math.sqrt(2 / math.pi) * (want + 0.044715 * want**3))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "padded", "gelu"),
+    [(3, 64, 128, 0, False), (64, 2080, 256, 0, True), (20, 131, 128, 136, False)],
+)
+def test_products_of_few_rows(interpreted, m, n, k, padded, gelu):
+    assert interpreted(few_rows_errors, m, n, k, padded, gelu) < 4e-3
 
 
 def head_errors(rows_at_a_time):
@@ -261,6 +306,8 @@ def call_attention(kernels):
         q, qkv = bf16(B, length, C), bf16(B, length, 3 * C)
         kernels.kv_append(qkv, pos, k_cache=cache, v_cache=cache, q=q, n_head=H)
         kernels.cached_attention(q, cache, cache, pos, out=q, n_head=H)
+    long = bf16(2, H, 4 * T, C // H)
+    kernels.cached_attention(bf16(2, 1, C), long, long, i64(2), out=bf16(2, 1, C), n_head=H)
     kernels.softmax(scores, out=scores, causal=True, pos=0)
     kernels.softmax_backward(scores, scores, out=scores)
 
@@ -272,6 +319,13 @@ def call_embedding(kernels):
         kernels.embedding(i64(B, length), wte, wpe, out=x, pos=pos)
         kernels.position_backward(x, out=f32(T, C), pos=pos)
     kernels.scatter_add_rows(i64(B * T), bf16(B * T, C), i64(B * T), out=f32(PADDED, C))
+
+
+def call_few_rows(kernels):
+    for m in (5, B):
+        for k, n in ((C, 4 * C), (4 * C, C)):
+            kernels.product(bf16(m, k), bf16(k, n), bf16(n), out=bf16(m, n), transposed=False)
+    kernels.product(bf16(B, C), bf16(PADDED, C), None, out=bf16(B, V), transposed=True)
 
 
 def call_loss(kernels):
@@ -345,6 +399,7 @@ def call_update(kernels):
 CALLS = {
     "attention": call_attention,
     "embedding": call_embedding,
+    "few_rows": call_few_rows,
     "loss": call_loss,
     "norm": call_norm,
     "pointwise": call_pointwise,

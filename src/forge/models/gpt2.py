@@ -223,8 +223,10 @@ class GPT2:
         if length > 1:
             last = tensor(np.arange(1, batch + 1) * length - 1, "int64", ids.device)
             y = ops.take(y, last)
-        result: Tensor = self._head(params, y)
-        return result
+        logits: Tensor = ops.matmul(
+            y, params["wte.weight"], trans_b=True, b_rows=self.config.vocab_size
+        )
+        return logits
 
     def _token(
         self, params: Mapping[str, Tensor], ids: Tensor, cache: Cache, pos: Tensor

@@ -133,4 +133,4 @@ def decodes_by_token(ids: Tensor, wte: Tensor, n_head: int) -> bool:
     served = registry.implementation("decode_token", kind, wte.dtype) == kind
     if length > 1 or batch > FEW or not served:
         return False
-    return kind == "cuda" and width % 16 == 0 and width // n_head in (8, 16, 32, 64, 128, 256)
+    return kind == "cuda" and width % 32 == 0 and width // n_head in (8, 16, 32, 64, 128, 256)

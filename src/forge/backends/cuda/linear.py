@@ -1,12 +1,12 @@
 """Products: addresses and leading dimensions for cuBLASLt, with bias and gelu in its epilogue.
 
 Where the library has no epilogue for a shape or dtype, the bias is written first and the product
-added to it.
+added to it. Products of few rows have kernels of their own.
 """
 
 from __future__ import annotations
 
-from forge.backends.cuda import cublaslt, pointwise, precision, shape
+from forge.backends.cuda import cublaslt, few_rows, pointwise, precision, shape
 from forge.backends.cuda.cublaslt import Product
 from forge.tensor import Tensor, empty
 
@@ -32,6 +32,18 @@ def matmul(
     batch = a.shape[0] if a.ndim == 3 else 1
     if out.size == 0:
         return
+    plain = a.ndim == 2 and bias is None and alpha == 1.0 and not (trans_a or accumulate)
+    if plain and (trans_b or n == b.shape[1]) and out.dtype == a.dtype:
+        if few_rows.serves(m, n, k, a.dtype, transposed=trans_b):
+            few_rows.product(a, b, None, out=out, transposed=trans_b)
+            return
+        if trans_b and n % ALIGNED and n < b.shape[0]:
+            # Unaligned rows would take the library four times as long.
+            whole = empty((m, b.shape[0]), out.dtype, out.device)
+            how = {"trans_a": False, "trans_b": True, "alpha": 1.0, "b_rows": None}
+            matmul(a, b, None, out=whole, accumulate=False, **how)
+            shape.slice(whole, out=out, start=(0, 0), step=(1, 1))
+            return
     if bias is not None:
         _write_bias(bias, out, accumulate=accumulate)
         accumulate = True
@@ -69,6 +81,9 @@ def linear(
         return
     m, k = x.shape
     n = w.shape[1]
+    if pre is None and gelu != "erf" and few_rows.serves(m, n, k, x.dtype, transposed=False):
+        few_rows.product(x, w, bias, out=out, transposed=False, gelu=gelu is not None)
+        return
     epilogue = "" if bias is None else "bias"
     if gelu == "tanh" and epilogue and x.dtype == "bfloat16":
         epilogue += " gelu" if pre is None else " gelu pre"

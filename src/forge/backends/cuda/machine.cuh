@@ -1,5 +1,5 @@
-// What token.cu says to the machine itself: bfloat16, loads that stay where they are written, and
-// the words by which thread blocks tell each other their results.
+// What token.cu says to the machine itself: bfloat16, loads that stay where they are written, copies
+// ahead of use, and the words by which thread blocks tell each other their results.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -27,15 +27,45 @@ __device__ uint4 fetch(const uint4 *from) {
     return x;
 }
 
+__device__ uint2 fetch(const uint2 *from) {
+    uint2 x;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(x.x), "=r"(x.y)
+                 : "l"(from)
+                 : "memory");
+    return x;
+}
+
 __device__ float fetch(const u16 *from) {
     u16 x;
     asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(from) : "memory");
     return low(x);
 }
 
-// Have a sector of memory brought to L2.
-__device__ void prefetch(const void *from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+// Copies into shared memory that go on beside the program; a thread reads what it asked for itself.
+__device__ void copy(uint4 *to, const u16 *from) {
+    u32 place = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+}
+
+// The copies since the last such mark are a group.
+__device__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait for all groups of this thread but the last few.
+template <int FEW>
+__device__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(FEW) : "memory");
+}
+
+// Have memory brought to L2: `bytes` is a multiple of 16. A warp calls this.
+__device__ void prefetch(const void *from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x % 32 == 0)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+#else
+    for (int at = threadIdx.x % 32 * 32; at < bytes; at += 1024)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *)from + at));
+#endif
 }
 
 // A word that no sum and no pair of rounded numbers has: NaNs that are computed have no sign.

@@ -7,11 +7,14 @@
 // is one way through L2, where a barrier takes three. Each block of the model has its own mailbox,
 // and a launch clears those of the next one, which alternate between two sets.
 //
-// Weights are asked for a phase before they are used, and have been brought to L2 a block before.
+// Weights are copied to shared memory two products ahead, out of L2, where they have been brought a
+// block of the model ahead, little by little. The code of such a block runs once for each of its warps, so what it
+// costs is to fetch it, some six cycles an instruction: loops stay loops.
 //
 // B samples, C width, H heads of width D, F = 4 C, V tokens, N room in the caches [B, H, N, D], S
-// spans of SPAN keys; the rows of products with few columns are in SPLIT parts. Weights are bfloat16 [in, out], gamma and beta float32. Sums are float32, in
-// a fixed order: over the rows of a thread, then over lanes, over warps, and over thread blocks.
+// spans of SPAN keys; the rows of products with few columns are in SPLIT parts. Weights are bfloat16
+// [in, out], gamma and beta float32. Sums are float32, in a fixed order: over the rows of a thread,
+// then over lanes, over warps, and over thread blocks.
 
 #include "machine.cuh"
 
@@ -20,9 +23,8 @@ __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 
 constexpr int WARPS = THREADS / 32, D = C / H, F = 4 * C, S = up(N, SPAN);
-// Columns of a product's strip, which make a sector of 32 bytes, and vectors of weights that a
-// thread asks for in advance.
-constexpr int STRIP = 16, AHEAD = 12;
+// Columns of a product's strip.
+constexpr int STRIP = 32;
 // Spans whose parts are read together.
 constexpr int TOGETHER = 4;
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -45,16 +47,46 @@ struct Mailbox {
     u32 out[SPLIT * B * C], tops[up(B * H * S, 2) * 4];
 };
 
-struct Shared {
+__device__ float gelu(float x) {
+    float slope = 0.7978845608028654f * (1.0f + 0.044715f * x * x);
+    return __fdividef(x, 1.0f + exp2f(-2.0f * LOG2_E * slope * x));
+}
+
+__device__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+__device__ void unpack(uint4 pairs, float *x) {
+    x[0] = low(pairs.x), x[1] = high(pairs.x), x[2] = low(pairs.y), x[3] = high(pairs.y);
+    x[4] = low(pairs.z), x[5] = high(pairs.z), x[6] = low(pairs.w), x[7] = high(pairs.w);
+}
+
+#include "token_product.cuh"
+
+#include "token_attention.cuh"
+
+#include "token_stream.cuh"
+
+struct alignas(16) Shared {
+    Staged staged[2];
+    Span span;
     u16 x[B * F];
-    float sums[WARPS * B * STRIP * most(1, up(F / STRIP, BLOCKS))];
-    float moments[B][WARPS][2], spans[WARPS][D + 2];
+    float sums[WARPS * B * STRIP * up(F / STRIP, BLOCKS)];
+    float2 moments[B][WARPS];
+    float spans[WARPS][D + 2];
     int pos[B];
 };
 
 static_assert(sizeof(Mailbox) == MAILBOX && sizeof(Shared) == SHARED, "as token.py has them");
 
-#include "token_parts.cuh"
+// This thread block's share of all mailboxes, which the next launch fills.
+__device__ void clear(Mailbox *boxes) {
+    uint4 *words = (uint4 *)boxes;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < L * MAILBOX / 16; i += BLOCKS * THREADS)
+        words[i] = uint4{EMPTY, EMPTY, EMPTY, EMPTY};
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
     const long long *ids, const long long *pos, const u16 *wte, const u16 *wpe,
@@ -63,78 +95,97 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
 ) {
     extern __shared__ uint4 memory[];
     Shared &shared = *(Shared *)memory;
+    Span &span = shared.span;
     u16 *x = shared.x;
+    // Spans are given out from the end, for products are from the beginning.
+    int mine = BLOCKS - 1 - blockIdx.x;
     u32 turn = turns[blockIdx.x] + 1;
-    Mailbox *full = mail + turn % 2 * L, *next = mail + (turn + 1) % 2 * L;
+    Mailbox *boxes = mail + turn % 2 * L;
 
-    Product<C, 3 * C, 1> attn;
-    attn.ask(blocks.at[0].w_attn, blocks.at[0].b_attn);
+    Product<C, 3 * C, 1> attn(shared.staged[0]);
+    Product<C, C, SPLIT> proj(shared.staged[1]);
+    Product<C, F, 1> fc(shared.staged[0]);
+    Product<F, C, SPLIT> out(shared.staged[1]);
     Affine norm;
-    norm.ask(blocks.at[0].gamma_1, blocks.at[0].beta_1);
+    Stream h;
     if (threadIdx.x < B) shared.pos[threadIdx.x] = (int)pos[threadIdx.x];
     __syncthreads();
     if (threadIdx.x == 0) turns[blockIdx.x] = turn;
-    Span span;
-    span.ask(blocks.at[0], blockIdx.x, shared.pos);
-    Stream h;
+    attn.ask(blocks.at[0].w_attn, blocks.at[0].b_attn);
+    span.ask(blocks.at[0], mine, shared.pos);
+    proj.ask(blocks.at[0].w_proj);
+    norm.ask(blocks.at[0].gamma_1, blocks.at[0].beta_1);
     h.start(ids, wte, wpe, shared.pos);
+    clear(mail + (turn + 1) % 2 * L);
 
+#pragma unroll 1
     for (int l = 0; l < L; l++) {
         const Block &block = blocks.at[l], &after = blocks.at[least(l + 1, L - 1)];
-        Mailbox &box = full[l];
+        Mailbox &box = boxes[l];
 
         h.normalise(norm, eps, x, shared.moments);
+        bring<0>(after);
         float sum = attn.multiply(block.w_attn, x, shared.sums) + attn.bias;
+        bring<1>(after);
         float right = __shfl_down_sync(~0u, sum, 1);
         if (attn.mine) {
-            int c = attn.column % C;
-            if (c % 2 == 0) send(box.qkv + (attn.sample * 3 * C + attn.column) / 2, pair(sum, right));
-            long long row = (attn.sample * H + c / D) * (long long)N + shared.pos[attn.sample];
-            if (attn.column >= C)
-                (attn.column < 2 * C ? block.k_cache : block.v_cache)[row * D + c % D] = rounded(sum);
+            int c = attn.column % C, b = attn.sample;
+            if (c % 2 == 0) send(box.qkv + (b * 3 * C + attn.column) / 2, pair(sum, right));
+            long long row = (b * H + c / D) * (long long)N + shared.pos[b];
+            u16 *cache = attn.column < 2 * C ? block.k_cache : block.v_cache;
+            if (attn.column >= C) cache[row * D + c % D] = rounded(sum);
         }
-        Product<C, C, SPLIT> proj;
-        proj.ask(block.w_proj);
-        attn.prefetch(after.w_attn);
-
-        for (int item = blockIdx.x; item < B * H * S; item += BLOCKS) {
-            if (item != blockIdx.x) span.ask(block, item, shared.pos);
-            span.attend(item, shared.pos, box, shared.spans);
-        }
-        Product<C, F, 1> fc;
         fc.ask(block.w_fc, block.b_fc);
         norm.ask(block.gamma_2, block.beta_2, block.b_proj);
-        proj.prefetch(after.w_proj);
-        span.prefetch(after, blockIdx.x, shared.pos);
-        clear(next + l);
+        bring<2>(after);
 
-        if (proj.any()) {
-            join<proj.PART>(box, proj.first(), proj.rows(), shared.pos, x);
+        for (int item = mine; item < B * H * S; item += BLOCKS) {
+            if (item != mine) {
+                __syncthreads();
+                span.ask(block, item, shared.pos);
+                copies_end();
+                copies_wait<0>();
+            } else {
+                copies_wait<1>();
+            }
+            span.attend(item, shared.pos, box, shared.spans);
+        }
+        bring<3>(after);
+        span.bring(after, mine, shared.pos);
+
+        if (proj.any) {
+            join<proj.PART>(box, proj.first(), proj.rows, shared.pos, x);
             sum = proj.multiply(block.w_proj, x, shared.sums);
             if (proj.mine) send(box.proj + proj.place(), sum);
         }
-        Product<F, C, SPLIT> out;
+        bring<4>(after);
         out.ask(block.w_out);
-        fc.prefetch(after.w_fc);
 
         h.add(box.proj, norm);
+        bring<5>(after);
         h.normalise(norm, eps, x, shared.moments);
+        bring<6>(after);
         sum = gelu(as_bfloat16(fc.multiply(block.w_fc, x, shared.sums) + fc.bias));
+        bring<7>(after);
         right = __shfl_down_sync(~0u, sum, 1);
         if (fc.mine && fc.column % 2 == 0)
             send(box.wide + (fc.sample * F + fc.column) / 2, pair(sum, right));
         attn.ask(after.w_attn, after.b_attn);
         bool last = l == L - 1;
         norm.ask(last ? gamma : after.gamma_1, last ? beta : after.beta_1, block.b_out);
-        span.ask(after, blockIdx.x, shared.pos);
-        out.prefetch(after.w_out);
+        bring<8>(after);
 
-        if (out.any()) {
-            collect<out.PART>(box.wide, out.first(), out.rows(), x);
+        if (out.any) {
+            collect<out.PART>(box.wide, out.first(), out.rows, x);
+            bring<9>(after);
             sum = out.multiply(block.w_out, x, shared.sums);
             if (out.mine) send(box.out + out.place(), sum);
         }
+        bring<10>(after);
+        span.ask(after, mine, shared.pos);
+        proj.ask(after.w_proj);
         h.add(box.out, norm);
+        bring<11>(after);
     }
     Head head(wte);
     h.normalise(norm, eps, x, shared.moments);

@@ -1,6 +1,6 @@
 """A whole GPT-2 for one new position of every sample, in one launch: see token.cu.
 
-For bfloat16, widths that are multiples of 16 and heads of a power of two from 8 to 256.
+For bfloat16, widths that are multiples of 32 and heads of a power of two from 8 to 256.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ NORMS = (0, 1, 6, 7)
 # Threads of a block and columns of a strip, as in token.cu. More threads only where those of 256
 # could not have a sum each: on cards of few multiprocessors.
 THREADS = (256, 512, 1024)
-STRIP = 16
+STRIP = 32
 # A span has so many rows for each of 256 threads, but at most so many keys: with GPT-2's 12 heads
 # of 64 and 1024 positions there are 96 spans, and the parts of no more than eight to put together.
 ROWS, SPAN = 4, 128
 # Parts of a product's rows, at most, that each reader adds up.
 SPLIT = 4
-# Shared memory that every card has: those of compute capability 8.6 have the least, 99 KiB.
-SHARED = 96 << 10
+# Shared memory of a thread block, in bytes, by compute capability; all others have the least.
+SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+LEAST_SHARED = 99 << 10
+# Vectors of weights that a thread copies ahead for a product, at most and at least.
+AHEAD = range(4, 17)
 
 
 def decode_token(
@@ -86,17 +89,25 @@ def _sizes(samples: int, room: tuple[int, int, int], layers: int, V: int) -> dic
     """The macros of token.cu; none where it has no room for so many samples."""
     H, N, D = room
     C, count = H * D, device.processors()
+    # No part of the rows may be empty.
     split = max(1, min(SPLIT, count // (C // STRIP)))
-    sums = blocks(4 * C // STRIP, count) * samples * STRIP
+    while (split - 1) * blocks(C, 8 * split) * 8 >= C:
+        split -= 1
+    strips = blocks(4 * C // STRIP, count)
+    sums = strips * samples * STRIP
+    limit = SHARED.get(device.arch(), LEAST_SHARED)
     for threads in THREADS if samples == 1 else THREADS[:1]:
-        warps = threads // 32
-        shared = 8 * samples * C + 4 * (warps * (sums + 2 * samples + D + 2) + samples)
-        if sums <= threads and shared <= SHARED:
+        warps, step = threads // 32, threads // (D // 8)
+        span = step * max(1, min(ROWS, SPAN // step))
+        floats = 2 * samples * C + warps * (sums + 2 * samples + D + 2) + samples
+        shared = blocks(floats, 4) * 16 + 4 * span * D
+        rows = threads // (STRIP // 8)
+        wanted = max(strips * blocks(C, rows), blocks(blocks(4 * C, split), rows))
+        ahead = min(wanted, AHEAD[-1], (limit - shared) // (32 * threads))
+        if sums <= threads and ahead >= min(wanted, AHEAD[0]):
             break
     else:
         return {}
-    step = threads // (D // 8)
-    span = step * max(1, min(ROWS, SPAN // step))
     parts = samples * H * blocks(N, span)
     words = samples * C * (3 + 4) // 2 + 2 * split * samples * C + parts * D + blocks(parts, 2) * 4
     return {
@@ -108,9 +119,10 @@ def _sizes(samples: int, room: tuple[int, int, int], layers: int, V: int) -> dic
         "V": V,
         "SPAN": span,
         "SPLIT": split,
+        "AHEAD": ahead,
         "BLOCKS": count,
         "THREADS": threads,
-        "SHARED": shared,
+        "SHARED": shared + 32 * threads * ahead,
         "MAILBOX": 4 * words,
     }
 
