@@ -15,6 +15,7 @@ from forge.backends import reference, registry
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "forge"
 MODULES = sorted(SOURCE.rglob("*.py"))
+KERNELS = sorted(SOURCE.rglob("*.cu*"))
 CHORES = [ROOT / "Makefile", ROOT / "pyproject.toml"]
 SCRIPTS = [path for top in ("benchmarks", "examples") for path in (ROOT / top).rglob("*.py")]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -141,7 +142,9 @@ def test_importing_forge_imports_no_gpu_package():
 
 
 @pytest.mark.parametrize(
-    "path", CHORES + MODULES + SCRIPTS + TESTS, ids=lambda path: str(path.relative_to(ROOT))
+    "path",
+    CHORES + MODULES + KERNELS + SCRIPTS + TESTS,
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_file_is_short_and_narrow(path):
     lines = path.read_text().splitlines()

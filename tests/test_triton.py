@@ -468,12 +468,32 @@ def test_the_row_kernel_in_cuda_cpp_compiles():
     assert len(nvrtc.compile_file("cross_entropy.cu", 90, {"THREADS": 640, "VECTORS": 10})) > 1000
 
 
+def token_kernel(arch, processors, samples):
+    """The size of the cubin of the kernel of a whole GPT-2 124M."""
+    from forge.backends.cuda import device, nvrtc, token
+
+    device.arch, device.processors = lambda: arch, lambda: processors
+    sizes = token._sizes(samples, (H, T, C // H), 12, V)
+    return len(nvrtc.compile_file("token.cu", arch, sizes))
+
+
+@pytest.mark.parametrize(
+    ("arch", "processors", "samples"), [(80, 108, 1), (90, 132, 4), (100, 148, 1), (120, 20, 1)]
+)
+def test_the_kernel_of_a_whole_model_compiles(apart, arch, processors, samples):
+    if importlib.util.find_spec("cuda") is None:
+        pytest.skip("needs cuda-bindings: pip install 'forge-gpt[cuda]'")
+    assert apart(token_kernel, arch, processors, samples) > 1000
+
+
 def test_arguments_lie_where_the_driver_reads_them():
     from forge.backends.cuda import triton_jit
 
     x = tensor(np.zeros(8, np.float32))
-    kinds, values = triton_jit.describe((x, None, 7, 2**40, 0.1, (3, -4), x.view((2,), 1)))
-    assert kinds == ("*fp32:16", None, "i32", "i64:16", "fp32", ("i32", "i32"), "*fp32")
+    both = (x, x.view((2,), 1))
+    kinds, values = triton_jit.describe((x, None, 7, 2**40, 0.1, (3, -4), both[1], both))
+    assert kinds[:5] == ("*fp32:16", None, "i32", "i64:16", "fp32")
+    assert kinds[5:] == (("i32", "i32"), "*fp32", "table of 2")
     arguments = triton_jit.Arguments(kinds, hidden=2)
     arguments.fill(values)
     types = (
@@ -484,14 +504,16 @@ def test_arguments_lie_where_the_driver_reads_them():
         ctypes.c_int32,
         ctypes.c_int32,
         ctypes.c_uint64,
+        ctypes.c_uint64 * 2,
         ctypes.c_uint64,
         ctypes.c_uint64,
     )
     addresses = (ctypes.c_void_p * len(types)).from_address(arguments.address)
-    read = [kind.from_address(at).value for kind, at in zip(types, addresses, strict=True)]
+    read = [kind.from_address(at) for kind, at in zip(types, addresses, strict=True)]
+    read = [list(x) if isinstance(x, ctypes.Array) else x.value for x in read]
     assert read[:3] == [x.pointer, 7, 2**40]
     assert math.isclose(read[3], 0.1, rel_tol=1e-7)
-    assert read[4:] == [3, -4, x.pointer + 4, 0, 0]
+    assert read[4:] == [3, -4, x.pointer + 4, [x.pointer, x.pointer + 4], 0, 0]
 
 
 @pytest.mark.cuda

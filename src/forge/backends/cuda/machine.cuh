@@ -3,6 +3,7 @@
 
 typedef unsigned int u32;
 typedef unsigned short u16;
+typedef unsigned long long u64;
 
 __device__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }

@@ -41,10 +41,12 @@ struct Blocks {
     Block at[L];
 };
 
-// Words: queries, keys and values in pairs; parts of spans; parts of products; the MLP in pairs.
+// Words: queries, keys and values in pairs; parts of spans, each with its largest score and its sum of
+// probabilities; parts of products; the MLP in pairs. What a warp sends fills sectors of 32 bytes: of
+// one that is written in parts, memory would have to be asked for the rest.
 struct Mailbox {
-    u32 qkv[B * 3 * C / 2], spans[B * H * S * D], proj[SPLIT * B * C], wide[B * F / 2];
-    u32 out[SPLIT * B * C], tops[up(B * H * S, 2) * 4];
+    u32 qkv[B * 3 * C / 2], spans[B * H * S][D + 8], proj[SPLIT * B * C], wide[B * F / 2];
+    u32 out[SPLIT * B * C];
 };
 
 __device__ float gelu(float x) {
@@ -63,6 +65,12 @@ __device__ void unpack(uint4 pairs, float *x) {
     x[4] = low(pairs.z), x[5] = high(pairs.z), x[6] = low(pairs.w), x[7] = high(pairs.w);
 }
 
+__device__ float4 floats(uint4 x) {
+    return float4{
+        __uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)
+    };
+}
+
 #include "token_product.cuh"
 
 #include "token_attention.cuh"
@@ -70,6 +78,7 @@ __device__ void unpack(uint4 pairs, float *x) {
 #include "token_stream.cuh"
 
 struct alignas(16) Shared {
+    Blocks blocks;
     Staged staged[2];
     Span span;
     u16 x[B * F];
@@ -91,7 +100,7 @@ __device__ void clear(Mailbox *boxes) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
     const long long *ids, const long long *pos, const u16 *wte, const u16 *wpe,
     const float *gamma, const float *beta, u16 *logits, u32 *turns, Mailbox *mail, float eps,
-    const __grid_constant__ Blocks blocks
+    const __grid_constant__ Blocks pointers
 ) {
     extern __shared__ uint4 memory[];
     Shared &shared = *(Shared *)memory;
@@ -99,6 +108,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
     u16 *x = shared.x;
     // Spans are given out from the end, for products are from the beginning.
     int mine = BLOCKS - 1 - blockIdx.x;
+    // As parameters, each would be waited for a microsecond when it is first used.
+    Blocks &blocks = shared.blocks;
+    for (int i = threadIdx.x; i < sizeof(Blocks) / 8; i += THREADS)
+        ((u64 *)&blocks)[i] = ((const u64 *)&pointers)[i];
     u32 turn = turns[blockIdx.x] + 1;
     Mailbox *boxes = mail + turn % 2 * L;
 
@@ -117,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
     norm.ask(blocks.at[0].gamma_1, blocks.at[0].beta_1);
     h.start(ids, wte, wpe, shared.pos);
     clear(mail + (turn + 1) % 2 * L);
+    bring(boxes[0]);
 
 #pragma unroll 1
     for (int l = 0; l < L; l++) {
@@ -135,8 +149,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
             u16 *cache = attn.column < 2 * C ? block.k_cache : block.v_cache;
             if (attn.column >= C) cache[row * D + c % D] = rounded(sum);
         }
-        fc.ask(block.w_fc, block.b_fc);
-        norm.ask(block.gamma_2, block.beta_2, block.b_proj);
         bring<2>(after);
 
         for (int item = mine; item < B * H * S; item += BLOCKS) {
@@ -144,14 +156,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
                 __syncthreads();
                 span.ask(block, item, shared.pos);
                 copies_end();
-                copies_wait<0>();
-            } else {
-                copies_wait<1>();
             }
+            copies_wait<0>();
             span.attend(item, shared.pos, box, shared.spans);
         }
+        fc.ask(block.w_fc, block.b_fc);
+        norm.ask(block.gamma_2, block.beta_2, block.b_proj);
         bring<3>(after);
         span.bring(after, mine, shared.pos);
+        bring(boxes[least(l + 1, L - 1)]);
 
         if (proj.any) {
             join<proj.PART>(box, proj.first(), proj.rows, shared.pos, x);

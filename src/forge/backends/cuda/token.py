@@ -100,7 +100,7 @@ def _sizes(samples: int, room: tuple[int, int, int], layers: int, V: int) -> dic
         warps, step = threads // 32, threads // (D // 8)
         span = step * max(1, min(ROWS, SPAN // step))
         floats = 2 * samples * C + warps * (sums + 2 * samples + D + 2) + samples
-        shared = blocks(floats, 4) * 16 + 4 * span * D
+        shared = 112 * layers + 4 * span * D + blocks(floats, 4) * 16
         rows = threads // (STRIP // 8)
         wanted = max(strips * blocks(C, rows), blocks(blocks(4 * C, split), rows))
         ahead = min(wanted, AHEAD[-1], (limit - shared) // (32 * threads))
@@ -109,7 +109,7 @@ def _sizes(samples: int, room: tuple[int, int, int], layers: int, V: int) -> dic
     else:
         return {}
     parts = samples * H * blocks(N, span)
-    words = samples * C * (3 + 4) // 2 + 2 * split * samples * C + parts * D + blocks(parts, 2) * 4
+    words = samples * C * (3 + 4) // 2 + 2 * split * samples * C + parts * (D + 8)
     return {
         "B": samples,
         "C": C,

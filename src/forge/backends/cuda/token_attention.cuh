@@ -43,29 +43,27 @@ struct Span {
             int r = (last - key) / STEP;
             k[r][threadIdx.x] = receive(packed + C / 2), v[r][threadIdx.x] = receive(packed + C);
         }
-        float q[8], top = -1e30f, total = 0, o[8] = {};
+        float q[8], score[ROWS], top = -1e30f, total = 0, o[8] = {};
         unpack(receive(packed), q);
-#pragma unroll 1
+#pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            float each[8], score = 0;
+            float each[8], sum = 0;
             unpack(k[r][threadIdx.x], each);
-            for (int j = 0; j < 8; j++) score += q[j] * each[j];
-            for (int step = LANES / 2; step; step /= 2) score += __shfl_xor_sync(~0u, score, step);
-            if (key + r * STEP > last) continue;
-            score *= rsqrtf(D) * LOG2_E;
-            float before = top;
-            top = fmaxf(top, score);
-            float fade = exp2f(before - top), p = exp2f(score - top);
-            unpack(v[r][threadIdx.x], each);
-            total = total * fade + p;
-            for (int j = 0; j < 8; j++) o[j] = o[j] * fade + p * each[j];
+            for (int j = 0; j < 8; j++) sum += q[j] * each[j];
+            for (int step = LANES / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+            score[r] = key + r * STEP <= last ? sum * (rsqrtf(D) * LOG2_E) : -1e30f;
+            top = fmaxf(top, score[r]);
         }
-        float most = top;
         for (int step = LANES; step < 32; step *= 2)
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        float fade = exp2f(top - most);
-        total *= fade;
-        for (int j = 0; j < 8; j++) o[j] *= fade;
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (key + r * STEP > last) break;
+            float each[8], p = exp2f(score[r] - top);
+            unpack(v[r][threadIdx.x], each);
+            total += p;
+            for (int j = 0; j < 8; j++) o[j] += p * each[j];
+        }
 #pragma unroll
         for (int step = LANES; step < 32; step *= 2) {
             total += __shfl_xor_sync(~0u, total, step);
@@ -73,18 +71,17 @@ struct Span {
         }
         if (lane < LANES)
             for (int j = 0; j < 8; j++) parts[warp][group * 8 + j] = o[j];
-        if (lane == 0) parts[warp][D] = most, parts[warp][D + 1] = total;
+        if (lane == 0) parts[warp][D] = top, parts[warp][D + 1] = total;
         __syncthreads();
-        if (threadIdx.x >= D) return;
-        for (int w = 0; w < WARPS; w++) most = fmaxf(most, parts[w][D]);
-        float sum = total = 0;
-        for (int w = 0; w < WARPS; w++) {
-            float weight = exp2f(parts[w][D] - most);
-            sum += weight * parts[w][threadIdx.x], total += weight * parts[w][D + 1];
+        for (int c = threadIdx.x; c < D + 8; c += THREADS) {
+            float most = -1e30f, sum = 0, sums = 0;
+            for (int w = 0; w < WARPS; w++) most = fmaxf(most, parts[w][D]);
+            for (int w = 0; w < WARPS; w++) {
+                float weight = exp2f(parts[w][D] - most);
+                sum += weight * parts[w][least(c, D - 1)], sums += weight * parts[w][D + 1];
+            }
+            send(box.spans[head(item) * S + span] + c, c < D ? sum : c % 2 ? sums : most);
         }
-        int at = head(item) * S + span;
-        send(box.spans + at * D + threadIdx.x, sum);
-        if (threadIdx.x == 0) send(box.tops + 2 * at, most), send(box.tops + 2 * at + 1, total);
     }
 };
 
@@ -93,7 +90,7 @@ template <int PART>
 __device__ void join(const Mailbox &box, int first, int columns, const int *pos, u16 *x) {
     for (int i = threadIdx.x; i < B * columns / 4; i += THREADS) {
         int b = i / (columns / 4), c = first + i % (columns / 4) * 4, head = b * H + c / D;
-        const u32 *parts = box.spans + head * S * D + c % D, *tops = box.tops + head * S * 2;
+        const u32 (*parts)[D + 8] = box.spans + head * S;
         float sum[4] = {}, top = -1e30f, total = 0;
         int spans = pos[b] / SPAN + 1;
         for (int s = 0; s < spans; s += TOGETHER) {
@@ -104,8 +101,8 @@ __device__ void join(const Mailbox &box, int first, int columns, const int *pos,
                 waiting = false;
 #pragma unroll
                 for (int j = 0; j < TOGETHER; j++) {
-                    int at = least(s + j, spans - 1);
-                    o[j] = peek4(parts + at * D), m[j] = peek2(tops + at * 2);
+                    const u32 *part = parts[least(s + j, spans - 1)];
+                    o[j] = peek4(part + c % D), m[j] = peek2(part + D);
                 }
 #pragma unroll
                 for (int j = 0; j < TOGETHER; j++) waiting |= missing(o[j]) || missing(m[j]);
@@ -119,9 +116,10 @@ __device__ void join(const Mailbox &box, int first, int columns, const int *pos,
 #pragma unroll
             for (int j = 0; j < TOGETHER; j++) {
                 float weight = s + j < spans ? exp2f(__uint_as_float(m[j].x) - top) : 0.0f;
+                float4 value = floats(o[j]);
                 total += weight * __uint_as_float(m[j].y);
-                sum[0] += weight * __uint_as_float(o[j].x), sum[1] += weight * __uint_as_float(o[j].y);
-                sum[2] += weight * __uint_as_float(o[j].z), sum[3] += weight * __uint_as_float(o[j].w);
+                sum[0] += weight * value.x, sum[1] += weight * value.y;
+                sum[2] += weight * value.z, sum[3] += weight * value.w;
             }
         }
         float scale = __fdividef(1.0f, total);

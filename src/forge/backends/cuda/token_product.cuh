@@ -69,7 +69,7 @@ struct Product {
 #pragma unroll 1
         for (int e = 0; e < strips(); e++) {
             float v[B][8] = {};
-#pragma unroll 2
+#pragma unroll 3
             for (int r = 0; r < TIMES; r++) {
                 int i = e * TIMES + r, row = r * STEP + threadIdx.x / LANES;
                 bool here = EACH * TIMES <= AHEAD || i < AHEAD;
@@ -124,4 +124,10 @@ __device__ void bring(const Block &block) {
     if (STEP == 3) bring(block.w_proj, C * C, 0, 1);
     if (STEP >= 4 && STEP < 8) bring(block.w_fc, C * F, STEP - 4, 4);
     if (STEP >= 8) bring(block.w_out, F * C, STEP - 8, 4);
+}
+
+// And its mailbox, which may not be there any more.
+__device__ void bring(const Mailbox &box) {
+    if (threadIdx.x < THREADS - 32) return;
+    bring((const u16 *)&box, MAILBOX / 2, 0, 1);
 }

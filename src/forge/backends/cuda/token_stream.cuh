@@ -19,10 +19,6 @@ struct Affine {
     }
 };
 
-__device__ float4 floats(uint4 x) {
-    return float4{__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
-}
-
 // The residual stream [B, C], which every thread block has whole.
 struct Stream {
     float4 value[B][EACH];
