@@ -1,6 +1,7 @@
-// Cross-entropy of rows of bfloat16 logits, each overwritten by its gradient: the twin of `_rows` in
-// loss.py, which reads a row from memory twice. Here a row is read once: the bulk copy engine brings
-// it to shared memory while the block still works on the row before, and it then stays in registers.
+// Cross-entropy of rows of bfloat16 logits, each overwritten by its gradient: the twin of `_rows`
+// in loss.py, which reads a row from memory twice. Here a row is read once: the bulk copy engine
+// brings it to shared memory while the block still works on the row before, and it then stays in
+// registers.
 //
 // A block takes every gridDim.x-th row. THREADS times VECTORS vectors of eight logits hold a row.
 
@@ -43,8 +44,8 @@ __device__ void fetch(void* row, const bits16* source, bits32 bytes, bits64* arr
                "r"(bytes)
                : "memory");
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(row)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(shared_address(row)),
       "l"(source), "r"(bytes), "r"(shared_address(arrived))
       : "memory");
 }

@@ -1,5 +1,5 @@
-// What token.cu says to the machine itself: bfloat16, loads that stay where they are written, copies
-// ahead of use, and the words by which thread blocks tell each other their results.
+// What token.cu says to the machine itself: bfloat16, loads that stay where they are written,
+// copies ahead of use, and the words by which thread blocks tell each other their results.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -18,7 +18,7 @@ __device__ u32 pair(float first, float second) {
 __device__ u16 rounded(float x) { return (u16)pair(x, 0.0f); }
 __device__ float as_bfloat16(float x) { return low(pair(x, 0.0f)); }
 
-// Reads of what no thread block writes. Not plain ones, which the compiler moves to their first use.
+// Reads of what no thread block writes; plain ones the compiler moves to their first use.
 __device__ uint4 fetch(const uint4 *from) {
     uint4 x;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -3,18 +3,17 @@
 //
 // Every phase needs all of the one before, five times in each of L blocks of the model, so what
 // counts is how soon a result is known everywhere. There is no barrier: results are sent as words
-// into a mailbox in memory that was EMPTY, and whoever needs a word reads it until it is there. That
-// is one way through L2, where a barrier takes three. Each block of the model has its own mailbox,
-// and a launch clears those of the next one, which alternate between two sets.
+// into a mailbox in memory that was EMPTY, and whoever needs a word reads it until it is there.
+// That is one way through L2, where a barrier takes three. Each block of the model has its own
+// mailbox, and a launch clears those of the next one, which alternate between two sets.
 //
-// Weights are copied to shared memory two products ahead, out of L2, where they have been brought a
-// block of the model ahead, little by little. The code of such a block runs once for each of its warps, so what it
-// costs is to fetch it, some six cycles an instruction: loops stay loops.
+// Weights are copied to shared memory one product ahead or two, while results are on their way, out
+// of L2, where they have been brought a block of the model ahead, little by little.
 //
 // B samples, C width, H heads of width D, F = 4 C, V tokens, N room in the caches [B, H, N, D], S
-// spans of SPAN keys; the rows of products with few columns are in SPLIT parts. Weights are bfloat16
-// [in, out], gamma and beta float32. Sums are float32, in a fixed order: over the rows of a thread,
-// then over lanes, over warps, and over thread blocks.
+// spans of SPAN keys; the rows of products with few columns are in SPLIT parts. Weights are
+// bfloat16 [in, out], gamma and beta float32. Sums are float32, in a fixed order: over the rows of
+// a thread, then over lanes, over warps, and over thread blocks.
 
 #include "machine.cuh"
 
@@ -41,9 +40,9 @@ struct Blocks {
     Block at[L];
 };
 
-// Words: queries, keys and values in pairs; parts of spans, each with its largest score and its sum of
-// probabilities; parts of products; the MLP in pairs. What a warp sends fills sectors of 32 bytes: of
-// one that is written in parts, memory would have to be asked for the rest.
+// Words: queries, keys and values in pairs; parts of spans, each with its largest score and its sum
+// of probabilities; parts of products; the MLP in pairs. What a warp sends fills sectors of 32
+// bytes: for one that is written in parts, memory would have to be asked for the rest.
 struct Mailbox {
     u32 qkv[B * 3 * C / 2], spans[B * H * S][D + 8], proj[SPLIT * B * C], wide[B * F / 2];
     u32 out[SPLIT * B * C];
@@ -124,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
     if (threadIdx.x < B) shared.pos[threadIdx.x] = (int)pos[threadIdx.x];
     __syncthreads();
     if (threadIdx.x == 0) turns[blockIdx.x] = turn;
-    attn.ask(blocks.at[0].w_attn, blocks.at[0].b_attn);
     span.ask(blocks.at[0], mine, shared.pos);
+    attn.ask(blocks.at[0].w_attn, blocks.at[0].b_attn);
     proj.ask(blocks.at[0].w_proj);
     norm.ask(blocks.at[0].gamma_1, blocks.at[0].beta_1);
     h.start(ids, wte, wpe, shared.pos);
@@ -139,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
 
         h.normalise(norm, eps, x, shared.moments);
         bring<0>(after);
-        float sum = attn.multiply(block.w_attn, x, shared.sums) + attn.bias;
+        float sum = attn.multiply<1>(block.w_attn, x, shared.sums) + attn.bias;
         bring<1>(after);
         float right = __shfl_down_sync(~0u, sum, 1);
         if (attn.mine) {
@@ -149,6 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
             u16 *cache = attn.column < 2 * C ? block.k_cache : block.v_cache;
             if (attn.column >= C) cache[row * D + c % D] = rounded(sum);
         }
+        fc.ask(block.w_fc, block.b_fc);
+        norm.ask(block.gamma_2, block.beta_2, block.b_proj);
         bring<2>(after);
 
         for (int item = mine; item < B * H * S; item += BLOCKS) {
@@ -160,15 +161,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
             copies_wait<0>();
             span.attend(item, shared.pos, box, shared.spans);
         }
-        fc.ask(block.w_fc, block.b_fc);
-        norm.ask(block.gamma_2, block.beta_2, block.b_proj);
         bring<3>(after);
         span.bring(after, mine, shared.pos);
         bring(boxes[least(l + 1, L - 1)]);
 
         if (proj.any) {
             join<proj.PART>(box, proj.first(), proj.rows, shared.pos, x);
-            sum = proj.multiply(block.w_proj, x, shared.sums);
+            sum = proj.multiply<1>(block.w_proj, x, shared.sums);
             if (proj.mine) send(box.proj + proj.place(), sum);
         }
         bring<4>(after);
@@ -178,12 +177,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
         bring<5>(after);
         h.normalise(norm, eps, x, shared.moments);
         bring<6>(after);
-        sum = gelu(as_bfloat16(fc.multiply(block.w_fc, x, shared.sums) + fc.bias));
+        sum = gelu(as_bfloat16(fc.multiply<1>(block.w_fc, x, shared.sums) + fc.bias));
         bring<7>(after);
         right = __shfl_down_sync(~0u, sum, 1);
         if (fc.mine && fc.column % 2 == 0)
             send(box.wide + (fc.sample * F + fc.column) / 2, pair(sum, right));
-        attn.ask(after.w_attn, after.b_attn);
         bool last = l == L - 1;
         norm.ask(last ? gamma : after.gamma_1, last ? beta : after.beta_1, block.b_out);
         bring<8>(after);
@@ -191,11 +189,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
         if (out.any) {
             collect<out.PART>(box.wide, out.first(), out.rows, x);
             bring<9>(after);
-            sum = out.multiply(block.w_out, x, shared.sums);
+            sum = out.multiply<0>(block.w_out, x, shared.sums);
             if (out.mine) send(box.out + out.place(), sum);
         }
         bring<10>(after);
         span.ask(after, mine, shared.pos);
+        attn.ask(after.w_attn, after.b_attn);
         proj.ask(after.w_proj);
         h.add(box.out, norm);
         bring<11>(after);

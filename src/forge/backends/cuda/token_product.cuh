@@ -1,5 +1,5 @@
-// Products of a few rows x [B, K] with a matrix [K, M], of which every thread block has some strips of
-// columns.
+// Products of a few rows x [B, K] with a matrix [K, M], of which every thread block has some strips
+// of columns.
 
 // Weights on their way, AHEAD vectors a thread.
 typedef uint4 Staged[AHEAD][THREADS];
@@ -36,7 +36,9 @@ struct Product {
     // Where the sum goes in [PARTS, B, M].
     __device__ int place() const { return (part * B + sample) * M + column; }
     // How many strips this thread block has.
-    __device__ static int strips() { return TASKS % BLOCKS == 0 ? EACH : up(TASKS - blockIdx.x, BLOCKS); }
+    __device__ static int strips() {
+        return TASKS % BLOCKS == 0 ? EACH : up(TASKS - blockIdx.x, BLOCKS);
+    }
 
     // Weights of this thread in its e-th strip, for the r-th time.
     __device__ const u16 *weights(const u16 *w, int e, int r) const {
@@ -63,9 +65,11 @@ struct Product {
     }
 
     // The sum of x[sample][k] w[k][column] over the rows; x [B, PART] begins at the first of them.
+    // LATER groups of copies have been asked for since these weights, at most.
+    template <int LATER>
     __device__ float multiply(const u16 *w, const u16 *x, float *sums) const {
         int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        copies_wait<1>();
+        copies_wait<LATER>();
 #pragma unroll 1
         for (int e = 0; e < strips(); e++) {
             float v[B][8] = {};

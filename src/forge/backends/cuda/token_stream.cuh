@@ -1,7 +1,8 @@
 // What every thread block has whole: the residual stream and its norm. And the head, at its end.
 
 // Columns of the stream and its norm that a thread has: 4 at a time, in EACH places.
-constexpr int VECTORS = C / 4, EACH = up(VECTORS, THREADS), NORM_WARPS = least(WARPS, up(VECTORS, 32));
+constexpr int VECTORS = C / 4, EACH = up(VECTORS, THREADS);
+constexpr int NORM_WARPS = least(WARPS, up(VECTORS, 32));
 
 // The weights of a norm, and the bias of what is added before it.
 struct Affine {
@@ -13,7 +14,8 @@ struct Affine {
         for (int i = 0; i < EACH; i++) {
             int at = threadIdx.x + i * THREADS;
             if (at >= VECTORS) break;
-            gamma[i] = fetch((const uint4 *)gammas + at), beta[i] = fetch((const uint4 *)betas + at);
+            gamma[i] = fetch((const uint4 *)gammas + at);
+            beta[i] = fetch((const uint4 *)betas + at);
             if (biases) bias[i] = fetch((const uint2 *)biases + at);
         }
     }
@@ -126,7 +128,8 @@ struct Stream {
     __device__ static constexpr float columns(int warp) {
         if (EACH == 1 && VECTORS % 32 == 0) return 128.0f;
         int vectors = 0;
-        for (int i = 0; i < EACH; i++) vectors += most(0, least(32, VECTORS - i * THREADS - warp * 32));
+        for (int i = 0; i < EACH; i++)
+            vectors += most(0, least(32, VECTORS - i * THREADS - warp * 32));
         return 4.0f * vectors;
     }
 };
