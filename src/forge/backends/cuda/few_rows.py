@@ -7,6 +7,8 @@ which costs cuBLASLt four times as much, or a copy of the rows of 50304.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -76,7 +78,7 @@ def product(
 ) -> None:
     """out = gelu(x w + bias), or of the first rows of a w that is transposed."""
     m, n = out.shape
-    sizes = BY_COLUMNS if transposed else WIDE if n >= MANY else NARROW
+    sizes: dict[str, Any] = BY_COLUMNS if transposed else WIDE if n >= MANY else NARROW
     rows = min(ROWS, max(16, triton.next_power_of_2(m)))
     launch(
         _product,

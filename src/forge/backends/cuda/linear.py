@@ -40,8 +40,17 @@ def matmul(
         if trans_b and n % ALIGNED and n < b.shape[0]:
             # Unaligned rows would take the library four times as long.
             whole = empty((m, b.shape[0]), out.dtype, out.device)
-            how = {"trans_a": False, "trans_b": True, "alpha": 1.0, "b_rows": None}
-            matmul(a, b, None, out=whole, accumulate=False, **how)
+            matmul(
+                a,
+                b,
+                None,
+                out=whole,
+                trans_a=False,
+                trans_b=True,
+                alpha=1.0,
+                b_rows=None,
+                accumulate=False,
+            )
             shape.slice(whole, out=out, start=(0, 0), step=(1, 1))
             return
     if bias is not None:

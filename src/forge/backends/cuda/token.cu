@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
     u16 *x = shared.x;
     // Spans are given out from the end, for products are from the beginning.
     int mine = BLOCKS - 1 - blockIdx.x;
-    // As parameters, each would be waited for a microsecond when it is first used.
+    // At hand, where parameters come from memory when they are first used.
     Blocks &blocks = shared.blocks;
     for (int i = threadIdx.x; i < sizeof(Blocks) / 8; i += THREADS)
         ((u64 *)&blocks)[i] = ((const u64 *)&pointers)[i];
@@ -123,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
     if (threadIdx.x < B) shared.pos[threadIdx.x] = (int)pos[threadIdx.x];
     __syncthreads();
     if (threadIdx.x == 0) turns[blockIdx.x] = turn;
-    span.ask(blocks.at[0], mine, shared.pos);
     attn.ask(blocks.at[0].w_attn, blocks.at[0].b_attn);
+    span.ask(blocks.at[0], mine, shared.pos);
     proj.ask(blocks.at[0].w_proj);
     norm.ask(blocks.at[0].gamma_1, blocks.at[0].beta_1);
     h.start(ids, wte, wpe, shared.pos);
@@ -193,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
             if (out.mine) send(box.out + out.place(), sum);
         }
         bring<10>(after);
-        span.ask(after, mine, shared.pos);
         attn.ask(after.w_attn, after.b_attn);
+        span.ask(after, mine, shared.pos);
         proj.ask(after.w_proj);
         h.add(box.out, norm);
         bring<11>(after);

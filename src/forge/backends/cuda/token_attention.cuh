@@ -10,7 +10,7 @@ struct Span {
     // The key of this thread's first row.
     __device__ static int first(int item) { return item / (B * H) * SPAN + threadIdx.x / LANES; }
 
-    // Begin to copy all but the new key and value.
+    // Begin to copy all but the new key and value, in a group with what is asked for next.
     __device__ void ask(const Block &block, int item, const int *pos) {
         if (item >= B * H * S) return;
         int key = first(item), last = pos[head(item) / H];

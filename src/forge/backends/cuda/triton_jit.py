@@ -193,7 +193,7 @@ class Arguments:
             if name.startswith(_TABLE):
                 count = int(name.removeprefix(_TABLE))
                 table = (ctypes.c_uint64 * count)()
-                cells = [ctypes.c_uint64.from_buffer(table, 8 * i) for i in range(count)]
+                cells: list[Any] = [ctypes.c_uint64.from_buffer(table, 8 * i) for i in range(count)]
             else:
                 cells = [ctypes.c_uint64() if name[0] == "*" else _CELL[name]()]
             addresses.append(ctypes.addressof(cells[0]))
