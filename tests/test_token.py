@@ -74,8 +74,9 @@ class Machine:
 
     def start(self, samples):
         """Compile for so many samples, with empty mailboxes."""
+        heads, room, width = self.cache
         token._sizes.cache_clear()
-        sizes = token._sizes(samples, self.cache, self.layers, self.classes)
+        sizes = token._sizes(samples, heads, width, room + 17, self.layers, self.classes)
         token._sizes.cache_clear()
         for header in Path(token.__file__).parent.glob("token_*.cuh"):
             shutil.copy(header, self.folder)
@@ -103,7 +104,7 @@ class Machine:
         bounds = [(x.ctypes.data, x.ctypes.data + x.nbytes) for x in given]
         pointers = (ctypes.c_void_p * len(given))(*(start for start, _ in bounds))
         regions = (ctypes.c_void_p * (2 * len(given)))(*(x for pair in bounds for x in pair))
-        assert self.library.run(pointers, regions, len(given), seed) == 0
+        assert self.library.run(pointers, regions, len(given), self.cache[1], seed) == 0
         return logits
 
     def expected(self, ids, pos, caches):

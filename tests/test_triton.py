@@ -473,7 +473,7 @@ def token_kernel(arch, processors, samples):
     from forge.backends.cuda import device, nvrtc, token
 
     device.arch, device.processors = lambda: arch, lambda: processors
-    sizes = token._sizes(samples, (H, T, C // H), 12, V)
+    sizes = token._sizes(samples, H, C // H, T, 12, V)
     return len(nvrtc.compile_file("token.cu", arch, sizes))
 
 

@@ -13,19 +13,22 @@ struct Arguments {
 };
 
 static Arguments arguments;
+static int room;
 
 static void thread() {
     const Arguments &a = arguments;
-    token(a.ids, a.pos, a.wte, a.wpe, a.gamma, a.beta, a.logits, a.turns, a.mail, 1e-5f, a.blocks);
+    token(
+        a.ids, a.pos, a.wte, a.wpe, a.gamma, a.beta, a.logits, a.turns, a.mail, room, 1e-5f, a.blocks
+    );
     running->done = true;
     progress++;
     let_others_run();
 }
 
 // 0 once all threads are done, 1 if they wait for each other; `seed` is that of their order.
-extern "C" int run(const Arguments *given, const Region *allowed, int count, int seed) {
+extern "C" int run(const Arguments *given, const Region *allowed, int count, int N, int seed) {
     constexpr size_t STACK = 32768;
-    arguments = *given;
+    arguments = *given, room = N;
     regions.assign(allowed, allowed + count);
     srand(seed);
     std::vector<Group> blocks(BLOCKS), warps(BLOCKS * WARPS);

@@ -10,8 +10,8 @@
 // Weights are copied to shared memory one product ahead or two, while results are on their way, out
 // of L2, where they have been brought a block of the model ahead, little by little.
 //
-// B samples, C width, H heads of width D, F = 4 C, V tokens, N room in the caches [B, H, N, D], S
-// spans of SPAN keys; the rows of products with few columns are in SPLIT parts. Weights are
+// B samples, C width, H heads of width D, F = 4 C, V tokens, N room in the caches [B, H, N, D], in
+// up to S spans of SPAN keys; the rows of products with few columns are in SPLIT parts. Weights are
 // bfloat16 [in, out], gamma and beta float32. Sums are float32, in a fixed order: over the rows of
 // a thread, then over lanes, over warps, and over thread blocks.
 
@@ -21,7 +21,7 @@ __device__ constexpr int up(int a, int b) { return (a + b - 1) / b; }
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 
-constexpr int WARPS = THREADS / 32, D = C / H, F = 4 * C, S = up(N, SPAN);
+constexpr int WARPS = THREADS / 32, D = C / H, F = 4 * C;
 // Columns of a product's strip.
 constexpr int STRIP = 32;
 // Spans whose parts are read together.
@@ -98,8 +98,8 @@ __device__ void clear(Mailbox *boxes) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
     const long long *ids, const long long *pos, const u16 *wte, const u16 *wpe,
-    const float *gamma, const float *beta, u16 *logits, u32 *turns, Mailbox *mail, float eps,
-    const __grid_constant__ Blocks pointers
+    const float *gamma, const float *beta, u16 *logits, u32 *turns, Mailbox *mail, int N,
+    float eps, const __grid_constant__ Blocks pointers
 ) {
     extern __shared__ uint4 memory[];
     Shared &shared = *(Shared *)memory;
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
     __syncthreads();
     if (threadIdx.x == 0) turns[blockIdx.x] = turn;
     attn.ask(blocks.at[0].w_attn, blocks.at[0].b_attn);
-    span.ask(blocks.at[0], mine, shared.pos);
+    span.ask(blocks.at[0], N, mine, shared.pos);
     proj.ask(blocks.at[0].w_proj);
     norm.ask(blocks.at[0].gamma_1, blocks.at[0].beta_1);
     h.start(ids, wte, wpe, shared.pos);
@@ -155,14 +155,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
         for (int item = mine; item < B * H * S; item += BLOCKS) {
             if (item != mine) {
                 __syncthreads();
-                span.ask(block, item, shared.pos);
+                span.ask(block, N, item, shared.pos);
                 copies_end();
             }
             copies_wait<0>();
             span.attend(item, shared.pos, box, shared.spans);
         }
         bring<3>(after);
-        span.bring(after, mine, shared.pos);
+        span.bring(after, N, mine, shared.pos);
         bring(boxes[least(l + 1, L - 1)]);
 
         if (proj.any) {
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(
         }
         bring<10>(after);
         attn.ask(after.w_attn, after.b_attn);
-        span.ask(after, mine, shared.pos);
+        span.ask(after, N, mine, shared.pos);
         proj.ask(after.w_proj);
         h.add(box.out, norm);
         bring<11>(after);

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from functools import cache
 
+import triton
+
 from forge.backends.cuda import device, pointwise
 from forge.backends.cuda.nvrtc import kernel
 from forge.backends.cuda.shape import blocks
+from forge.errors import DeviceError
 from forge.tensor import Device, Tensor, empty, full
 
 # Places of gamma and beta among a block's weights.
@@ -26,8 +29,8 @@ SPLIT = 4
 # Shared memory of a thread block, in bytes, by compute capability; all others have the least.
 SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 LEAST_SHARED = 99 << 10
-# Vectors of weights that a thread copies ahead for a product, at most and at least.
-AHEAD = range(4, 17)
+# Vectors of weights that a thread copies ahead for a product, at most.
+AHEAD = 16
 
 
 def decode_token(
@@ -49,20 +52,26 @@ def decode_token(
     if out.size == 0:
         return
     _, H, N, D = k_caches[0].shape
-    room = (H, N, D)
     tables = wte, wpe, _float32(gamma), _float32(beta)
     weights = tuple(
         tuple(_float32(x) if i in NORMS else x for i, x in enumerate(each)) for each in weights
     )
+    # Rounded up, so that there are few kernels to compile for caches of all lengths.
+    heads = H, D, triton.next_power_of_2(N)
     samples = B
-    while not (sizes := _sizes(samples, room, len(weights), V)):
+    while not (sizes := _sizes(samples, *heads, len(weights), V)):
         # A card with few multiprocessors, or a wide model: fewer samples at a time.
         samples -= 1
+        if samples == 0:
+            raise DeviceError(
+                f"[decode_token_] expected a GPU for blocks of width {H * D}, got one of "
+                f"{device.processors()} multiprocessors; use the ops that it is made of"
+            )
     for first in range(0, B, samples):
         count = min(samples, B - first)
-        sizes = _sizes(count, room, len(weights), V)
+        sizes = _sizes(count, *heads, len(weights), V)
         caches = [
-            [x.view((count, *room), first * H * N * D) for x in pair]
+            [x.view((count, H, N, D), first * H * N * D) for x in pair]
             for pair in zip(k_caches, v_caches, strict=True)
         ]
         pointers = tuple(
@@ -79,15 +88,15 @@ def decode_token(
             out.view((count, V), first * V),
             turns,
             mail,
+            N,
             eps,
             pointers,
         )
 
 
 @cache
-def _sizes(samples: int, room: tuple[int, int, int], layers: int, V: int) -> dict[str, int]:
-    """The macros of token.cu; none where it has no room for so many samples."""
-    H, N, D = room
+def _sizes(samples: int, H: int, D: int, N: int, layers: int, V: int) -> dict[str, int]:
+    """The macros of token.cu for up to N positions; none if it cannot take so many samples."""
     C, count = H * D, device.processors()
     # No part of the rows may be empty.
     split = max(1, min(SPLIT, count // (C // STRIP)))
@@ -103,8 +112,8 @@ def _sizes(samples: int, room: tuple[int, int, int], layers: int, V: int) -> dic
         shared = 112 * layers + 4 * span * D + blocks(floats, 4) * 16
         rows = threads // (STRIP // 8)
         wanted = max(strips * blocks(C, rows), blocks(blocks(4 * C, split), rows))
-        ahead = min(wanted, AHEAD[-1], (limit - shared) // (32 * threads))
-        if sums <= threads and ahead >= min(wanted, AHEAD[0]):
+        ahead = min(wanted, AHEAD, (limit - shared) // (32 * threads))
+        if sums <= threads and ahead > 0:
             break
     else:
         return {}
@@ -115,7 +124,7 @@ def _sizes(samples: int, room: tuple[int, int, int], layers: int, V: int) -> dic
         "C": C,
         "H": H,
         "L": layers,
-        "N": N,
+        "S": blocks(N, span),
         "V": V,
         "SPAN": span,
         "SPLIT": split,

@@ -11,7 +11,7 @@ struct Span {
     __device__ static int first(int item) { return item / (B * H) * SPAN + threadIdx.x / LANES; }
 
     // Begin to copy all but the new key and value, in a group with what is asked for next.
-    __device__ void ask(const Block &block, int item, const int *pos) {
+    __device__ void ask(const Block &block, int N, int item, const int *pos) {
         if (item >= B * H * S) return;
         int key = first(item), last = pos[head(item) / H];
         long long at = ((long long)head(item) * N + key) * D + threadIdx.x % LANES * 8;
@@ -23,7 +23,7 @@ struct Span {
     }
 
     // Have it brought to L2.
-    __device__ static void bring(const Block &block, int item, const int *pos) {
+    __device__ static void bring(const Block &block, int N, int item, const int *pos) {
         if (threadIdx.x < THREADS - 32 || item >= B * H * S) return;
         int start = item / (B * H) * SPAN, keys = least(SPAN, pos[head(item) / H] - start);
         if (keys <= 0) return;
