@@ -88,6 +88,11 @@ class Params(Mapping[str, Tensor]):
         return len(self._views)
 
     @property
+    def dtype(self) -> str:
+        """What the model computes in with these."""
+        return self.flat.dtype if self.working is None else self.working.dtype
+
+    @property
     def count(self) -> int:
         """Number of parameters."""
         return sum(segment.size for segment in self.segments)

@@ -53,7 +53,7 @@ def evaluate(
     where = place(device, threads)
     found = model.load(trained, where)
     name, tokens = _text(found, data)
-    choices.prepare(where, "eval")
+    choices.prepare(where, "eval", dtype=found.params.dtype)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("eval", total=None)

@@ -98,7 +98,7 @@ def generate(
             print(shown(piece), end="", flush=True)
         return streams[token.index].stopped
 
-    choices.prepare(where, "generate")
+    choices.prepare(where, "generate", dtype=found.params.dtype)
     slid = _SlidNotice(found.config.block_size)
     growing = tokens_of(
         found.model,

@@ -6,7 +6,7 @@ compiled on this machine before, so importing Forge compiles nothing.
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,15 @@ import numba
 from forge.backends.cpu import compiler, loops, store, threads
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# Dtypes that the letters of a signature stand for.
+Form = tuple[str, ...]
+
+_ELEMENT = {"float32": "float32", "bfloat16": "uint16"}
+_FORMS: tuple[Form, ...] = (
+    ("float32", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+)
 
 # Held while a kernel is loaded: each is so only once, and Numba compiles in one thread at a time.
 _loading = threading.RLock()
@@ -24,7 +33,7 @@ _said: set[str] = set()
 class Kernel:
     """A compiled function with one signature: made by `kernel`, called like a function."""
 
-    __slots__ = ("cost", "function", "parallel", "run", "setup", "signature")
+    __slots__ = ("cost", "form", "function", "parallel", "run", "setup", "signature")
 
     def __init__(
         self,
@@ -33,8 +42,10 @@ class Kernel:
         parallel: bool,
         cost: float,
         setup: Callable[[], None] | None,
+        form: Form = (),
     ) -> None:
         self.function = function
+        self.form = form
         self.setup = setup
         self.signature = signature
         self.parallel = parallel
@@ -43,8 +54,9 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Where it is defined, as module:function."""
-        return f"{self.function.__module__}:{self.function.__name__}"
+        """Where it is defined, as module:function or, of several forms, module:function:dtypes."""
+        name = f"{self.function.__module__}:{self.function.__name__}"
+        return f"{name}:{','.join(self.form)}" if self.form else name
 
     @property
     def file(self) -> Path:
@@ -102,6 +114,19 @@ class Kernel:
             say_unwritable(error)
 
 
+class Forms:
+    """One function compiled for several dtypes: `kernel[dtype]` is its `Kernel` for them."""
+
+    __slots__ = ("_kernels", "every")
+
+    def __init__(self, every: Sequence[Kernel]) -> None:
+        self.every = every
+        self._kernels = {k.form[0] if len(k.form) == 1 else k.form: k for k in every}
+
+    def __getitem__(self, form: Any) -> Kernel:
+        return self._kernels[form]
+
+
 def kernel(
     signature: str,
     *,
@@ -118,6 +143,28 @@ def kernel(
 
     def decorate(function: Callable[..., Any]) -> Kernel:
         return Kernel(function, signature, parallel, cost, setup)
+
+    return decorate
+
+
+def forms(signature: str, *dtypes: Form, **settings: Any) -> Callable[[Callable[..., Any]], Forms]:
+    """Decorator of a kernel for arrays of several dtypes, which stand as `T` and `U` in `signature`.
+
+    `dtypes` are what they stand for, by default float32, and bfloat16 with U the same or float32.
+    `settings` are `kernel`'s.
+    """
+    if not dtypes:
+        dtypes = (("float32",), ("bfloat16",)) if "U" not in signature else _FORMS
+
+    def decorate(function: Callable[..., Any]) -> Forms:
+        every = []
+        for form in dtypes:
+            text = signature
+            for letter, dtype in zip("TU", form, strict=False):
+                text = text.replace(f"{letter}[", f"{_ELEMENT[dtype]}[")
+            every.append(kernel(text, **settings)(function))
+            every[-1].form = form
+        return Forms(every)
 
     return decorate
 

@@ -1,5 +1,7 @@
 """Products: OpenBLAS's single-threaded sgemm, called on tiles from the threads of one Numba loop.
 
+Those of bfloat16 are `low_product`'s; here begins the choice, and what follows is of float32.
+
 C [M, N] = op(A) [M, K] op(B) [K, N], for each of G matrices.
 
 Which bits a row of C gets must not depend on how many rows come with it (a prompt alone or in a
@@ -28,9 +30,11 @@ import numpy as np
 from numba import prange
 
 from forge.backends.cpu import threads
+from forge.backends.cpu.bfloat16 import bits
 from forge.backends.cpu.blas import core, link, sgemm
 from forge.backends.cpu.few_rows import ARRAYS, few_rows, gelu_row, put
 from forge.backends.cpu.jit import kernel, routine
+from forge.backends.cpu.low_product import low_product, plan
 from forge.backends.cpu.pointwise import gelu_array
 from forge.tensor import Device, Shape, Tensor, empty
 
@@ -52,8 +56,8 @@ _OVERHEAD = 20
 _LINE = 16
 # Rows that are better off without sgemm.
 _FEW = 8
-_NONE = np.zeros((0, 0, 0), f32)
-_NO_BIAS = np.zeros(0, f32)
+# An absent pre, and of its first row an absent bias.
+_NONE = {np.dtype(dtype): np.zeros((1, 1, 0), dtype) for dtype in (np.float32, np.uint16)}
 _ONE = f32(1.0)
 
 
@@ -72,10 +76,10 @@ def matmul(
     """out (+)= alpha op(a) op(b) + bias; `b_rows` uses only b's first rows, as stored."""
     # The shapes of a and out tell how much of b is used.
     product(
-        a.array,
-        b.array,
-        None if bias is None else bias.array,
-        out=out.array,
+        bits(a),
+        bits(b),
+        None if bias is None else bits(bias),
+        out=bits(out),
         trans_a=trans_a,
         trans_b=trans_b,
         alpha=alpha,
@@ -88,11 +92,11 @@ def linear(
 ) -> None:
     """pre = x w + bias; out = gelu(pre), or pre itself where gelu is None."""
     product(
-        x.array,
-        w.array,
-        None if bias is None else bias.array,
-        out=out.array,
-        pre=None if pre is None else pre.array,
+        bits(x),
+        bits(w),
+        None if bias is None else bits(bias),
+        out=bits(out),
+        pre=None if pre is None else bits(pre),
         gelu=gelu,
     )
 
@@ -112,7 +116,8 @@ def product(
 ) -> None:
     """pre (+)= alpha op(a) op(b) + bias, out = gelu(pre), on arrays of rank 2 or batched rank 3.
 
-    Without `gelu` out is pre. b may have more rows, as stored, than a and out use.
+    Without `gelu` out is pre. b may have more rows, as stored, than a and out use. Arrays of
+    bfloat16 are given as their bits; out and pre may then be float32.
     """
     if gelu != "tanh" and (pre is not None or gelu is not None):
         product(a, b, bias, out=out if pre is None else pre, trans_a=trans_a, trans_b=trans_b)
@@ -124,18 +129,33 @@ def product(
         return
     if K == 0:  # sgemm refuses a leading dimension of 0
         trans_a, trans_b, K = False, False, 1
-        a = np.zeros((*out.shape[:-2], M, 1), f32)
-        b = np.zeros((*out.shape[:-2], 1, N), f32)
-    few = _few(out.shape, trans_a)
+        a = np.zeros((*out.shape[:-2], M, 1), a.dtype)
+        b = np.zeros((*out.shape[:-2], 1, N), a.dtype)
+    dtype = "float32" if a.dtype == f32 else "bfloat16"
+    few = _few(out.shape, trans_a) and a.dtype == out.dtype
     if out.ndim == 2:
         a, b, out = a[None], b[None], out[None]
-        pre = _NONE if pre is None else pre[None]
+        pre = _NONE[out.dtype] if pre is None else pre[None]
     elif pre is None:
-        pre = _NONE
-    bias = _NO_BIAS if bias is None else bias
+        pre = _NONE[out.dtype]
+    bias = _NONE[a.dtype][0, 0] if bias is None else bias
     factor = _ONE if alpha == 1.0 else f32(alpha)
     if few:
-        few_rows(a, b, bias, out, pre, trans_b, factor, accumulate, gelu is not None)
+        few_rows[dtype](a, b, bias, out, pre, trans_b, factor, accumulate, gelu is not None)
+        return
+    if dtype == "bfloat16":
+        low_product(
+            a,
+            b,
+            bias,
+            out,
+            pre,
+            trans_a=trans_a,
+            trans_b=trans_b,
+            alpha=factor,
+            accumulate=accumulate,
+            gelu=gelu is not None,
+        )
         return
     workers = threads.get_threads()
     grid = _grid(out.shape[0], M, N, K, trans_a, workers if core() in _PROVEN else 2)
@@ -166,24 +186,29 @@ def _few(shape: Shape, trans_a: bool) -> bool:
     return len(shape) == 2 and shape[0] <= _FEW and not trans_a
 
 
-def product_workspace(shape: Shape, K: int, trans_a: bool = False) -> int:
+def product_workspace(
+    dtype: str, out_dtype: str, shape: Shape, K: int, trans_a: bool = False
+) -> tuple[int, ...]:
     """Bytes of scratch that `product` takes for an out of this shape."""
     if K == 0:
         trans_a, K = False, 1
-    if 0 in shape or _few(shape, trans_a):
-        return 0
+    if 0 in shape or (_few(shape, trans_a) and dtype == out_dtype):
+        return ()
     G, M, N = shape if len(shape) == 3 else (1, *shape)
     workers = threads.get_threads()
+    if dtype == "bfloat16":
+        return plan(G, M, N, K, workers).nbytes
     grid = _grid(G, M, N, K, trans_a, workers if core() in _PROVEN else 2)
-    return 4 * workers * grid.padded * (K + grid.width)
+    nbytes = 4 * workers * grid.padded * (K + grid.width)
+    return (nbytes,) if nbytes else ()
 
 
 def matmul_workspace(
     a: Tensor, *rest: Any, out: Tensor, trans_a: bool, **_: Any
 ) -> tuple[int, ...]:
     """Bytes of the scratch."""
-    nbytes = product_workspace(out.shape, a.shape[-2] if trans_a else a.shape[-1], trans_a)
-    return (nbytes,) if nbytes else ()
+    K = a.shape[-2] if trans_a else a.shape[-1]
+    return product_workspace(a.dtype, out.dtype, out.shape, K, trans_a)
 
 
 def linear_workspace(x: Tensor, *rest: Any, out: Tensor, **_: Any) -> tuple[int, ...]:
@@ -197,7 +222,8 @@ def _second_pass(pre: Array, out: Array, gelu: str | None) -> None:
         np.copyto(out, pre)
     else:
         source = pre.copy() if pre is out else pre
-        gelu_array(source.reshape(-1), out.reshape(-1), gelu == "erf")
+        run = gelu_array["float32" if out.dtype == f32 else "bfloat16"]
+        run(source.reshape(-1), out.reshape(-1), gelu == "erf")
 
 
 class _Grid(NamedTuple):
@@ -253,7 +279,7 @@ def _best_rows(groups: int, least: int, others: int, workers: int) -> int:
 
 
 @kernel(
-    f"void({ARRAYS}, float32[:, ::1],"
+    f"void({ARRAYS.replace('T', 'float32')}, float32[:, ::1],"
     " boolean, boolean, float32, boolean, boolean, int64, int64, int64)",
     cost=1.2,
     setup=link,
