@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from forge import ConfigError, Device, tensor
-from forge.backends.cpu import jit, linear, low_product, pairs, threads
+from forge.backends.cpu import jit, linear, low_product, micro, threads
 from forge.backends.cpu.bfloat16 import narrow, wide
 from forge.config import Config
 from forge.data.loader import Loader
@@ -52,6 +52,7 @@ def test_rounding_is_that_of_ml_dtypes():
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     words = ((np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] | low).reshape(-1)
     x, out = words.view(f32), np.empty(words.size, u16)
+    apply.load(stored=False)
     apply(x, out)
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(out, x.astype(bf16).view(u16))
@@ -64,6 +65,7 @@ def test_widening_is_exact():
             out[i] = wide(x[i])
 
     x, out = np.arange(1 << 16, dtype=np.uint32).astype(u16), np.empty(1 << 16, f32)
+    apply.load(stored=False)
     apply(x, out)
     np.testing.assert_array_equal(out.view(np.uint32), x.astype(np.uint32) << 16)
 
@@ -298,8 +300,8 @@ def test_the_plan_in_bf16_is_what_a_step_takes(rng):
 
 def test_training_is_refused_where_it_would_be_slow(monkeypatch):
     config = Config(precision="bf16", device="cpu", vocab_size=9, n_layer=1, n_embd=8, n_head=1)
-    monkeypatch.setattr(pairs, "NATIVE", False)
+    monkeypatch.setattr(micro, "FAST", False)
     with pytest.raises(ConfigError, match=r"on cpu, got bf16; this processor lacks AVX512-BF16"):
         choices.choose(config, {})
-    monkeypatch.setattr(pairs, "NATIVE", True)
+    monkeypatch.setattr(micro, "FAST", True)
     assert choices.choose(config, {}).device == "cpu"

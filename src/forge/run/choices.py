@@ -123,9 +123,9 @@ def lacks_bf16(device: Device) -> str:
         return ""
     if device.kind != "cpu":
         return "it is for checks, not for speed"
-    from forge.backends.cpu import pairs
+    from forge.backends.cpu import micro
 
-    if pairs.NATIVE:
+    if micro.FAST:
         return ""
     return (
         "this processor lacks AVX512-BF16, so products of bfloat16 are slower than fp32's; "

@@ -148,7 +148,7 @@ def kernel(
 
 
 def forms(signature: str, *dtypes: Form, **settings: Any) -> Callable[[Callable[..., Any]], Forms]:
-    """Decorator of a kernel for arrays of several dtypes, which stand as `T` and `U` in `signature`.
+    """Decorator of a kernel for arrays of several dtypes, `T` and `U` in its signature.
 
     `dtypes` are what they stand for, by default float32, and bfloat16 with U the same or float32.
     `settings` are `kernel`'s.

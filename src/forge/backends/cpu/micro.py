@@ -8,6 +8,8 @@ from forge.backends.cpu import amx, pairs
 from forge.backends.cpu.tiles import LANES
 
 _chosen: Any = amx if pairs.supports("amx-bf16") else pairs
+# Whether products of bfloat16 are faster than float32's.
+FAST = pairs.NATIVE
 # Its tiles have ROWS x WIDTH sums and take STEP pairs of K at a time.
 ROWS, WIDTH, STEP = _chosen.ROWS, _chosen.WIDTH, _chosen.STEP
 # Whether it wants A packed by rows.

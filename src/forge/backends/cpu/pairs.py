@@ -46,7 +46,7 @@ _WORDS = ir.VectorType(_WORD, LANES)
 _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
     """LLVM's bfloat, which llvmlite has no name for."""
 
     def _to_string(self) -> str:

@@ -46,8 +46,8 @@ def keep_factors(
     """factors[i] = scale where element first + i of a sample is kept, else 0.
 
     `factors` is float32 [n], or bfloat16's bits, where `scale` is rounded; `seed` and `step` are
-    the key's int64 words, of which the low 32 bits count. An element is kept iff its word >= threshold
-    (uint32). 0.8 ns an element where `first` is a multiple of 4, else 1.6.
+    the key's int64 words, of which the low 32 bits count. An element is kept iff its word >=
+    threshold (uint32). 0.8 ns an element where `first` is a multiple of 4, else 1.6.
     """
     c1, c2 = u32(sample), u32(site)
     k0, k1 = u32(seed), u32(step)

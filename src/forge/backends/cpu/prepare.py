@@ -22,7 +22,7 @@ _EVAL = (
     "norm:_layernorm:T",
     "norm:_add_layernorm:T",
     "heads:attention",
-    "linear:_tiles",
+    "wide_product:_tiles",
     "loss:_losses:T",
     "loss:_weighted_sum",
 )
@@ -36,6 +36,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "norm:_backward:T",
         "heads:attention_backward",
         "pointwise:_gelu_backward:T",
+        "pointwise:_same_shape:T",
         "pointwise:_same_shape:U",
         "pointwise:_scale:T,T",
         "pointwise:_scale:U,U",
@@ -53,16 +54,20 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "heads:attention",
         "attention:_cached_one:T",
         "layout:append:T",
-        "linear:_tiles",
+        "wide_product:_tiles",
         "few_rows:few_rows:T",
     ),
 }
-# What stands in for a kernel of float32 alone.
+# What stands in for a kernel of float32 alone; training's products of bfloat16 also have sums in
+# float32, for the weights' gradients.
 _LOW = {
     "heads:attention": ("heads:low_attention",),
     "heads:attention_backward": ("heads:low_attention_backward",),
-    "linear:_tiles": ("low_product:_product:T,T", "low_product:_product:T,U"),
-    "loss:_losses_and_gradients": ("loss:_low_losses_and_gradients",),
+    "wide_product:_tiles": ("low_product:_product:T,T",),
+    "loss:_losses_and_gradients": (
+        "loss:_low_losses_and_gradients",
+        "low_product:_product:T,U",
+    ),
 }
 
 
