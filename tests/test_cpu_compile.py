@@ -255,6 +255,10 @@ def test_a_command_prepares_exactly_the_kernels_that_it_calls(tmp_path, monkeypa
     assert main(["generate", run_folder, "--prompt", prompt, "--max-new-tokens", "4"]) == 0
     assert called == needed["generate"]
     called.clear()
+    low = ["--weights", "bf16", "--prompt", prompt, "--max-new-tokens", "4"]
+    assert main(["generate", run_folder, *low]) == 0
+    assert called == set(prepare.names("generate", "bfloat16"))
+    called.clear()
     assert main(["eval", run_folder]) == 0
     assert called == needed["eval"]
 
