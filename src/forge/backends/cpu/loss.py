@@ -258,8 +258,10 @@ def linear_cross_entropy_workspace(
 ) -> tuple[int, ...]:
     """Bytes of the losses, of a chunk of logits, and of what its products or the lse take."""
     N, C = x.shape
+    if N == 0:
+        return 0, 0
     count = min(N, chunk_rows(rows, x.dtype))
-    last = N - (N - 1) // count * count if N else 0
+    last = N - (N - 1) // count * count
     beside = []
     for n in (count, last):
         beside += [product_workspace(x.dtype, x.dtype, (n, rows), C)]
