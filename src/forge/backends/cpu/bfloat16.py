@@ -16,12 +16,12 @@ from forge.tensor import Tensor
 _SHORT = ir.IntType(16)
 _WORD = ir.IntType(32)
 _FLOAT = ir.FloatType()
+_UINT16 = np.dtype(np.uint16)
 
 
 def bits(x: Tensor) -> np.ndarray:
     """x's array as kernels take it: bfloat16 as uint16."""
-    array: np.ndarray = x.array
-    return array.view(np.uint16) if x.dtype == "bfloat16" else array
+    return x.array.view(_UINT16) if x.dtype == "bfloat16" else x.array  # type: ignore[no-any-return]
 
 
 def f32_of(x: Tensor) -> np.ndarray:

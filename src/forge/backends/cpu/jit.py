@@ -6,7 +6,7 @@ compiled on this machine before, so importing Forge compiles nothing.
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,17 +114,8 @@ class Kernel:
             say_unwritable(error)
 
 
-class Forms:
+class Forms(dict[str | Form, Kernel]):
     """One function compiled for several dtypes: `kernel[dtype]` is its `Kernel` for them."""
-
-    __slots__ = ("_kernels", "every")
-
-    def __init__(self, every: Sequence[Kernel]) -> None:
-        self.every = every
-        self._kernels = {k.form[0] if len(k.form) == 1 else k.form: k for k in every}
-
-    def __getitem__(self, form: Any) -> Kernel:
-        return self._kernels[form]
 
 
 def kernel(
@@ -157,14 +148,15 @@ def forms(signature: str, *dtypes: Form, **settings: Any) -> Callable[[Callable[
         dtypes = (("float32",), ("bfloat16",)) if "U" not in signature else _FORMS
 
     def decorate(function: Callable[..., Any]) -> Forms:
-        every = []
+        every = Forms()
         for form in dtypes:
             text = signature
             for letter, dtype in zip("TU", form, strict=False):
                 text = text.replace(f"{letter}[", f"{_ELEMENT[dtype]}[")
-            every.append(kernel(text, **settings)(function))
-            every[-1].form = form
-        return Forms(every)
+            made = kernel(text, **settings)(function)
+            made.form = form
+            every[form[0] if len(form) == 1 else form] = made
+        return every
 
     return decorate
 

@@ -52,7 +52,8 @@ def div(a: Tensor, b: Tensor, *, out: Tensor) -> None:
 def _binary(code: int, a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Compute it here where the shapes are equal or b is a row [C] under a [..., C]."""
     if a.shape == b.shape:
-        _same_shape[a.dtype](code, *(bits(x).reshape(-1) for x in (a, b, out)))
+        run = _same_shape[a.dtype]
+        run(code, bits(a).reshape(-1), bits(b).reshape(-1), bits(out).reshape(-1))
     elif out.size and b.shape == a.shape[-1:]:
         C = b.shape[0]
         _row[a.dtype](code, bits(a).reshape(-1, C), bits(b), bits(out).reshape(-1, C))
@@ -185,8 +186,9 @@ def gelu_array(x: Any, out: Any, erf: Any) -> None:
 def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, sums: Tensor | None, form: str) -> None:
     """out = dy gelu'(x), and sums[c] += sum over n of out[n, c]; out may be dy."""
     in_place = np.may_share_memory(dy.array, out.array)
-    flat = (bits(each).reshape(-1) for each in (x, dy, out))
-    _gelu_backward[x.dtype](*flat, form == "erf", in_place)
+    run = _gelu_backward[x.dtype]
+    flat = bits(x).reshape(-1), bits(dy).reshape(-1), bits(out).reshape(-1)
+    run(*flat, form == "erf", in_place)
     if sums is not None:
         sum_rows(out.view((x.size // max(sums.size, 1), sums.size)), out=sums)
 

@@ -104,7 +104,7 @@ def every() -> list[jit.Kernel]:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         module = importlib.import_module(f"{__package__}.{source.stem}")
         for value in vars(module).values():
-            found += value.every if isinstance(value, jit.Forms) else [value]
+            found += value.values() if isinstance(value, jit.Forms) else [value]
     found = [value for value in found if isinstance(value, jit.Kernel)]
     return list({kernel.name: kernel for kernel in found}.values())
 
