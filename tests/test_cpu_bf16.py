@@ -215,6 +215,48 @@ def test_the_inner_loop_multiplies_pairs_and_spills_nothing(processor, more, fou
     assert done.stdout.strip() == found, done.stderr
 
 
+# AMX's sizes, packing and blocks, around a tile that any processor computes.
+STAND_IN = """
+import itertools
+import ml_dtypes
+import numpy as np
+from forge.backends.cpu import amx, pairs, threads
+pairs.ROWS, pairs.WIDTH, pairs.STEP = amx.ROWS, amx.WIDTH, amx.STEP
+for name in ("prepare", "begin", "pair_tile", "end"):
+    setattr(amx, name, getattr(pairs, name))
+pairs.supports = lambda feature: feature == "amx-bf16"
+from forge.backends.cpu import linear, micro
+assert micro.BY_ROW
+threads.set_threads(1)
+rng = np.random.default_rng(0)
+for M, N, K in ((9, 1, 1), (97, 70, 33), (200, 129, 515), (450, 800, 1030), (64, 64, 1024)):
+    for ta, tb in itertools.product((False, True), repeat=2):
+        a, b = (
+            rng.standard_normal(shape[::-1] if flip else shape).astype(ml_dtypes.bfloat16)
+            for shape, flip in (((M, K), ta), ((K, N), tb))
+        )
+        out = np.zeros((M, N), np.float32)
+        bits = a.view(np.uint16), b.view(np.uint16)
+        linear.product(*bits, out=out, trans_a=ta, trans_b=tb)
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        exact = (x.T if ta else x) @ (y.T if tb else y)
+        error = np.linalg.norm(out - exact) / np.linalg.norm(exact)
+        assert error < 1e-6, (M, N, K, ta, tb, error)
+print("ok")
+"""
+
+
+def test_what_is_around_amx_tiles_against_float64(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", STAND_IN],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.strip() == "ok", done.stderr
+
+
 # ---- Training ----
 
 MODEL = GPT2(
