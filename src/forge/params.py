@@ -88,9 +88,9 @@ class Params(Mapping[str, Tensor]):
         return len(self._views)
 
     @property
-    def dtype(self) -> str:
-        """What the model computes in with these."""
-        return self.flat.dtype if self.working is None else self.working.dtype
+    def precision(self) -> str:
+        """What a model computes in with these: "bf16", or "fp32" without a rounded copy."""
+        return "fp32" if self.working is None else "bf16"
 
     @property
     def count(self) -> int:

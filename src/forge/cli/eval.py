@@ -57,7 +57,7 @@ def evaluate(
     where = place(device, threads)
     found = model.load(trained, where, weights)
     name, tokens = _text(found, data)
-    choices.prepare(where, "eval", dtype=found.params.dtype)
+    choices.prepare(where, "eval", precision=found.params.precision)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("eval", total=None)

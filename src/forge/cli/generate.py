@@ -102,7 +102,7 @@ def generate(
             print(shown(piece), end="", flush=True)
         return streams[token.index].stopped
 
-    choices.prepare(where, "generate", dtype=found.params.dtype)
+    choices.prepare(where, "generate", precision=found.params.precision)
     slid = _SlidNotice(found.config.block_size)
     growing = tokens_of(
         found.model,

@@ -159,21 +159,21 @@ def use_tf32(device: Device, allowed: bool) -> None:
         )
 
 
-def prepare(device: Device, *kinds: str, dtype: str = "float32") -> None:
+def prepare(device: Device, *kinds: str, precision: str = "fp32") -> None:
     """Compile the device's kernels for these kinds of work, unless this machine has them.
 
-    "train", "dropout", "eval", "generate" or "all"; `dtype` is what a model computes in.
+    "train", "dropout", "eval", "generate" or "all"; `precision` is what a model computes in.
     """
     if device.kind == "cpu":
         from forge.backends.cpu import prepare
 
-        prepare.prepare(*kinds, dtype=dtype)
+        prepare.prepare(*kinds, dtype="bfloat16" if precision == "bf16" else "float32")
 
 
 def prepare_training(config: Config, device: Device) -> None:
     """Compile the device's kernels for training, if that has not been done on this machine."""
-    dtype = "bfloat16" if config.precision == "bf16" else "float32"
-    prepare(device, "train", *(["dropout"] if config.dropout else []), dtype=dtype)
+    dropout = ["dropout"] if config.dropout else []
+    prepare(device, "train", *dropout, precision=config.precision)
 
 
 def versions(device: Device) -> dict[str, str]:
