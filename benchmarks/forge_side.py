@@ -35,7 +35,7 @@ def recomputing(model, params, grads, optimizer, batch, state):
 def started(side, train_step=training.train_step):
     """A training that has done its first step, and its batch."""
     device = Device(side.device)
-    choices.prepare(device, "train")
+    choices.prepare(device, "train", precision=side.precision)
     config = GPT2Config(**side.sizes)
     how = (side.length, device, side.precision, train_step)
     if side.batch:
@@ -106,7 +106,7 @@ def profiled(side):
 def profiled_decoding(side):
     """The time of each kernel in decoding a token; on a GPU with the time to launch it."""
     config = GPT2Config(**side.sizes)
-    choices.prepare(Device(side.device), "generate")
+    choices.prepare(Device(side.device), "generate", precision=side.precision)
     run = Decoding(config, side.batch, Device(side.device), side.precision)
     profile_of(run, side.batch, side)
 
@@ -127,7 +127,7 @@ def decode(side):
     device = Device(side.device)
     used = used_memory(device)
     start = time.perf_counter()
-    choices.prepare(device, "generate")
+    choices.prepare(device, "generate", precision=side.precision)
     run = Decoding(GPT2Config(**side.sizes), side.batch, device, side.precision)
     for _ in range(3):
         run.step()

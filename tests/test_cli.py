@@ -158,7 +158,7 @@ MISTAKES = {
         "train --tf32 --device cpu",
         "expected --tf32 on a GPU, got it on cpu, which",
     ),
-    "precision": ("train --precision bf16 --device cpu", "expected --precision fp32 on cpu"),
+    "precision": ("train --precision bf16 --device reference", "expected --precision fp32 on"),
     "nothing to resume": ("train --resume", "expected a run to resume"),
     "allow what": ("train --resume --allow-change lrr", "did you mean lr?"),
     "no model": ("generate", "model"),

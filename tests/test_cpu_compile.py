@@ -13,7 +13,17 @@ import pytest
 from numba import prange
 
 import forge
-from forge.backends.cpu import compiler, embedding, jit, loops, pointwise, prepare, reduce, store
+from forge.backends.cpu import (
+    compiler,
+    embedding,
+    jit,
+    loops,
+    micro,
+    pointwise,
+    prepare,
+    reduce,
+    store,
+)
 from forge.cli import main
 from forge.errors import DeviceError
 
@@ -25,7 +35,7 @@ PROGRAM = """
 import numpy as np
 from forge.backends.cpu import pointwise, prepare, reduce
 from forge.tensor import tensor
-prepare.fill([pointwise._scale, reduce._sum_rows])
+prepare.fill([each["float32", "float32"] for each in (pointwise._scale, reduce._sum_rows)])
 x = tensor(np.ones((70, 3), np.float32))
 total = tensor(np.zeros(3, np.float32))
 reduce.sum_rows(x, out=total)
@@ -76,7 +86,7 @@ def test_an_edit_recompiles_what_imports_the_file_and_nothing_else(tmp_path):
 import numpy as np
 from forge.backends.cpu import layout, loss
 x = np.full((1, 1, 3), 2, np.float32)
-layout.merge(x, out := np.empty_like(x), 0)
+layout.merge["float32"](x, out := np.empty_like(x), 0)
 loss._weighted_sum(x[0, 0], np.ones(1, np.float32), total := np.empty(1, np.float32))
 print(out.ravel().tolist(), total.tolist())
 """
@@ -207,11 +217,15 @@ def test_a_compiler_process_that_fails_is_reported():
 
 def test_every_kernel_is_found_with_its_own_name():
     found = {kernel.name: kernel for kernel in prepare.every()}
-    assert {"forge.backends.cpu.linear:_tiles", "forge.backends.cpu.update:_adamw"} <= set(found)
+    assert {
+        "forge.backends.cpu.wide_product:_tiles",
+        "forge.backends.cpu.update:_adamw:float32,float32",
+    } <= set(found)
     assert all(prepare._find(name) is kernel for name, kernel in found.items())
 
 
-def test_a_command_prepares_exactly_the_kernels_that_it_calls(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_command_prepares_exactly_the_kernels_that_it_calls(tmp_path, monkeypatch, dtype):
     called: set[str] = set()
     monkeypatch.setattr(prepare, "fill", lambda wanted: None)
     before = jit.Kernel.__call__
@@ -226,19 +240,27 @@ def test_a_command_prepares_exactly_the_kernels_that_it_calls(tmp_path, monkeypa
     run_folder = str(tmp_path / "run")
     small = "--n-layer 1 --n-head 2 --n-embd 16 --block-size 16 --batch-size 4 --steps 2"
     where = ["--device", "cpu", "--data", str(text)]
+    if dtype == "bfloat16":
+        monkeypatch.setattr(micro, "FAST", True)
+        where += ["--precision", "bf16"]
     assert main(["train", *small.split(), *where, "--dropout", "0.1", "--out", run_folder]) == 0
-    everything = {*prepare.NEEDED["train"], *prepare.NEEDED["dropout"], *prepare.NEEDED["generate"]}
+    needed = {kind: set(prepare.names(kind, dtype)) for kind in prepare.NEEDED}
+    everything = needed["train"] | needed["dropout"] | needed["generate"]
     assert called == everything
     called.clear()
     assert main(["train", *small.split(), *where, "--out", str(tmp_path / "other")]) == 0
-    assert called == everything - set(prepare.NEEDED["dropout"])
+    assert called == needed["train"] | needed["generate"]
     called.clear()
     prompt = "to be or not"
     assert main(["generate", run_folder, "--prompt", prompt, "--max-new-tokens", "4"]) == 0
-    assert called == set(prepare.NEEDED["generate"])
+    assert called == needed["generate"]
+    called.clear()
+    low = ["--weights", "bf16", "--prompt", prompt, "--max-new-tokens", "4"]
+    assert main(["generate", run_folder, *low]) == 0
+    assert called == set(prepare.names("generate", "bfloat16"))
     called.clear()
     assert main(["eval", run_folder]) == 0
-    assert called == set(prepare.NEEDED["eval"])
+    assert called == needed["eval"]
 
 
 # ---- Compiling ----
@@ -264,7 +286,7 @@ def test_functions_that_kernels_call_are_optimised_once_and_become_code_once(mon
 
     monkeypatch.setattr(compiler._Library, "_optimize_final_module", optimising)
     monkeypatch.setattr(compiler._Library, "_finalize_final_module", emitting)
-    embedding._scatter_add_rows.load(stored=False)
+    embedding._scatter_add_rows["float32", "float32"].load(stored=False)
     helpers = [{name for name in names if "_continues" in name} for names in optimised]
     assert sum(map(bool, helpers)) <= 1
     assert len(emitted) == 1
@@ -299,6 +321,6 @@ def test_an_error_inside_a_parallel_loop_reaches_the_caller():
 def test_a_parallel_loop_visits_every_value_once(count):
     x = np.zeros((count, 3), f32)
     out = np.zeros(3, f32)
-    pointwise._scale(np.ones(x.size, f32), f32(1.0), x.reshape(-1), True)
-    reduce._sum_rows(x, out)
+    pointwise._scale["float32", "float32"](np.ones(x.size, f32), f32(1.0), x.reshape(-1), True)
+    reduce._sum_rows["float32", "float32"](x, out)
     assert out.tolist() == [count] * 3

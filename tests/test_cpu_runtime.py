@@ -92,7 +92,7 @@ def test_the_thread_count_holds_in_other_python_threads(thread_counts, rng):
     x, total = rng.standard_normal((9, 3)).astype(f32), np.zeros(3, f32)
 
     def work() -> int:
-        reduce._sum_rows(x, total)
+        reduce._sum_rows["float32", "float32"](x, total)
         return numba.get_num_threads()
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

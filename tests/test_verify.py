@@ -170,7 +170,11 @@ def test_an_exception_in_a_kernel_is_a_failure_of_its_row(sabotage):
 
 def test_results_say_what_ran():
     results = list(run("cpu", ops=["gelu"]))
-    assert {(r.device, r.dtype) for r in results} == {("reference", "float64"), ("cpu", "float32")}
+    assert {(r.device, r.dtype) for r in results} == {
+        ("reference", "float64"),
+        ("cpu", "float32"),
+        ("cpu", "bfloat16"),
+    }
     assert all(r.ok and 0 <= r.forward_error <= r.tolerance for r in results)
     assert all(r.gradient_error <= r.gradient_tolerance for r in results)
     assert {r.implementation for r in results if r.device == "cpu"} == {

@@ -88,6 +88,11 @@ class Params(Mapping[str, Tensor]):
         return len(self._views)
 
     @property
+    def precision(self) -> str:
+        """What a model computes in with these: "bf16", or "fp32" without a rounded copy."""
+        return "fp32" if self.working is None else "bf16"
+
+    @property
     def count(self) -> int:
         """Number of parameters."""
         return sum(segment.size for segment in self.segments)

@@ -63,7 +63,7 @@ def bench(
     chosen = precision or ("bf16" if where.kind == "cuda" else "fp32")
     works: list[Work] = ["train", "decode"] if work is None else [work]
     console = Console(stderr=True)
-    measuring.prepare(where, works)
+    measuring.prepare(where, works, chosen)
     found: dict[str, measuring.Speed] = {}
     for each in works:
         with console.status(f"{each}, about {seconds:.0f} s"):

@@ -61,7 +61,7 @@ def conclude(run: Session) -> None:
         loss = run.val_loss if run.val_loss is not None else trainer.evaluate()
         assert loss is not None
         _compare(run, loss)
-    choices.prepare(trainer.device, "generate")
+    choices.prepare(trainer.device, "generate", precision=trainer.params.precision)
     print("Sample:\n")
     tokens = min(_SAMPLE_TOKENS, 4 * run.config.block_size)
     prompt = run.tokenizer.encode("\n")

@@ -49,7 +49,7 @@ class Speed(NamedTuple):
         return None
 
 
-def prepare(device: Device, works: Collection[str]) -> None:
+def prepare(device: Device, works: Collection[str], precision: str) -> None:
     """Compile the kernels of train, decode or both now.
 
     Raises `ArgumentError` for a device that is not for speed.
@@ -59,7 +59,7 @@ def prepare(device: Device, works: Collection[str]) -> None:
             "[bench] expected a device to be fast on, got reference, whose kernels are "
             "definitions; try --device cpu"
         )
-    choices.prepare(device, *(_KINDS[work] for work in works))
+    choices.prepare(device, *(_KINDS[work] for work in works), precision=precision)
 
 
 def train(model: str, device: Device, precision: str, seconds: float) -> Speed:

@@ -88,11 +88,8 @@ def choose(config: Config, frozen: Mapping[str, Any]) -> Choices:
     device = _device(config, frozen, reasons)
     threads = use_threads(device, config.threads)
     reasons["threads"] = _threads_reason(config)
-    if config.precision == "bf16" and device.kind != "cuda":
-        raise ConfigError(
-            f"[train] expected --precision fp32 on {device.name}, got bf16; "
-            "this version of Forge computes in fp32 there"
-        )
+    if config.precision == "bf16" and (lack := lacks_bf16(device)):
+        raise ConfigError(f"[train] expected --precision fp32 on {device.name}, got bf16; {lack}")
     use_tf32(device, config.tf32)
     micro_batch, memory = _micro_batch(config, device, frozen, reasons)
     return Choices(
@@ -118,6 +115,22 @@ def find_device(name: str) -> tuple[Device, str]:
         return Device("cuda"), "a GPU that can be used"
     except DeviceError:
         return Device("cpu"), "no GPU that this version can use"
+
+
+def lacks_bf16(device: Device) -> str:
+    """Why training in bf16 would be slower than in fp32 on a device; empty where it is not."""
+    if device.kind == "cuda":
+        return ""
+    if device.kind != "cpu":
+        return "it is for checks, not for speed"
+    from forge.backends.cpu import micro
+
+    if micro.FAST:
+        return ""
+    return (
+        "this processor lacks AVX512-BF16, so products of bfloat16 are slower than fp32's; "
+        "ops on bfloat16 Tensors work"
+    )
 
 
 def use_threads(device: Device, number: int | None) -> int:
@@ -146,20 +159,21 @@ def use_tf32(device: Device, allowed: bool) -> None:
         )
 
 
-def prepare(device: Device, *kinds: str) -> None:
+def prepare(device: Device, *kinds: str, precision: str = "fp32") -> None:
     """Compile the device's kernels for these kinds of work, unless this machine has them.
 
-    "train", "dropout", "eval", "generate" or "all".
+    "train", "dropout", "eval", "generate" or "all"; `precision` is what a model computes in.
     """
     if device.kind == "cpu":
         from forge.backends.cpu import prepare
 
-        prepare.prepare(*kinds)
+        prepare.prepare(*kinds, dtype="bfloat16" if precision == "bf16" else "float32")
 
 
 def prepare_training(config: Config, device: Device) -> None:
     """Compile the device's kernels for training, if that has not been done on this machine."""
-    prepare(device, "train", *(["dropout"] if config.dropout else []))
+    dropout = ["dropout"] if config.dropout else []
+    prepare(device, "train", *dropout, precision=config.precision)
 
 
 def versions(device: Device) -> dict[str, str]:

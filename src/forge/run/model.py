@@ -10,6 +10,7 @@ from forge.config import Config
 from forge.data.tokenizer import Tokenizer
 from forge.models.gpt2 import GPT2
 from forge.params import Params
+from forge.run.choices import lacks_bf16
 from forge.run.stored import MODEL, read
 from forge.run.trainer import model_of
 from forge.tensor import Device
@@ -28,16 +29,20 @@ class Trained:
     val_sha256: str
 
 
-def load(path: str | Path, device: Device) -> Trained:
+def load(path: str | Path, device: Device, precision: str | None = None) -> Trained:
     """The model of a checkpoint folder, a run (its newest checkpoint), or a file `last` or `best`.
 
-    Raises `CheckpointError` where there is none, and for one that is damaged.
+    `precision` "fp32" or "bf16" is that of the weights in memory and of what is computed with them,
+    by default the run's where the device is fast in it. Raises `CheckpointError` where there is
+    none, and for one that is damaged.
     """
     saved = checkpoint.load(checkpoint.find(path), only=(MODEL,))
     stored = read(saved)
     config = stored.config
     model = model_of(config)
-    params = model.zeros(device, config.precision if device.kind == "cuda" else "fp32")
+    if precision is None:
+        precision = "fp32" if lacks_bf16(device) else config.precision
+    params = model.zeros(device, precision)
     params.load_(saved.arrays[MODEL])
     return Trained(
         model, params, stored.tokenizer, config, saved.path, saved.step, stored.val_sha256

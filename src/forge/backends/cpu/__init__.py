@@ -1,4 +1,4 @@
-"""The CPU backend: float32 kernels by Numba, products by OpenBLAS.
+"""The CPU backend: kernels by Numba in float32 and bfloat16, products in float32 by OpenBLAS.
 
 What only moves elements takes every dtype. All else that is absent here, or of another dtype, is
 served by the reference, and `forge kernels` says so.
@@ -41,8 +41,11 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "embedding": ("embedding", "scatter_add_rows", "position_backward"),
     "loss": ("target_weight", "cross_entropy", "cross_entropy_backward", "linear_cross_entropy"),
-    "update": ("global_norm", "all_finite", "adamw"),
+    "update": ("global_norm", "all_finite"),
 }
+
+# Of float32 alone: an update's masters and moments.
+WIDE: dict[str, tuple[str, ...]] = {"update": ("adamw",)}
 
 MOVERS: dict[str, tuple[str, ...]] = {
     "pointwise": ("where", "cast"),
@@ -64,6 +67,7 @@ WORKSPACE = (
 )
 
 KERNELS = {
-    **table("forge.backends.cpu", FAMILIES, frozenset({"float32"}), WORKSPACE),
+    **table("forge.backends.cpu", FAMILIES, frozenset({"float32", "bfloat16"}), WORKSPACE),
+    **table("forge.backends.cpu", WIDE, frozenset({"float32"})),
     **table("forge.backends.cpu", MOVERS, frozenset(NUMPY)),
 }

@@ -12,49 +12,58 @@ import numpy as np
 from numba import prange
 
 from forge import philox
+from forge.backends.cpu import heads as over_heads
 from forge.backends.cpu import threads
+from forge.backends.cpu.bfloat16 import bits, f32_of, narrow, wide
 from forge.backends.cpu.embedding import positions
-from forge.backends.cpu.head import (
-    SCRATCH_ROWS,
-    attend,
-    attend_backward,
-    dot,
-    pack,
-    panels,
-    softmax_row,
-    stride,
-)
-from forge.backends.cpu.jit import kernel, routine
-from forge.backends.cpu.layout import append, copy, merge, split
+from forge.backends.cpu.head import SCRATCH_ROWS, dot, panels, softmax_row, stride
+from forge.backends.cpu.jit import forms, routine
+from forge.backends.cpu.layout import append, merge, split
 from forge.backends.cpu.tiles import LANES
 from forge.tensor import Shape, Tensor, empty
 
 f32 = np.float32
 
+_attend = {"float32": over_heads.attention, "bfloat16": over_heads.low_attention}
+_attend_backward = {
+    "float32": over_heads.attention_backward,
+    "bfloat16": over_heads.low_attention_backward,
+}
+
 # ---- Softmax and the copies around it ----
 
 
-@kernel("void(float32[:,:,::1], float32[:,:,::1], boolean, int64)")
+@routine
+def _softmax_of_row(x: Any, out: Any, seen: Any) -> None:
+    """The softmax of the first `seen` elements of x, and zeros after it."""
+    row = np.empty(seen, f32)
+    for j in range(seen):
+        row[j] = wide(x[j])
+    softmax_row(row)
+    for j in range(seen):
+        out[j] = narrow(out, row[j])
+    for j in range(seen, out.size):
+        out[j] = narrow(out, f32(0.0))
+
+
+@forms("void(T[:,:,::1], T[:,:,::1], boolean, int64)")
 def _softmax(x: Any, out: Any, causal: Any, pos: Any) -> None:
     batch, rows, columns = x.shape
     for n in prange(batch * rows):
         b = n // rows
         i = n % rows
         seen = min(columns, pos + i + 1) if causal else columns
-        copy(out[b, i, :seen], x[b, i, :seen])
-        softmax_row(out[b, i, :seen])
-        for j in range(seen, columns):
-            out[b, i, j] = f32(0.0)
+        _softmax_of_row(x[b, i], out[b, i], seen)
 
 
 @routine
 def _softmax_row_backward(y: Any, dy: Any, out: Any) -> None:
     total = dot(y, dy)
     for j in range(y.size):
-        out[j] = y[j] * (dy[j] - total)
+        out[j] = narrow(out, wide(y[j]) * (wide(dy[j]) - total))
 
 
-@kernel("void(float32[:,::1], float32[:,::1], float32[:,::1])")
+@forms("void(T[:,::1], T[:,::1], T[:,::1])")
 def _softmax_backward(y: Any, dy: Any, out: Any) -> None:
     for n in prange(y.shape[0]):
         _softmax_row_backward(y[n], dy[n], out[n])
@@ -64,20 +73,20 @@ def softmax(x: Tensor, *, out: Tensor, causal: bool, pos: int) -> None:
     """out = softmax over the last dimension; causal: row i sees the columns up to pos + i."""
     rows = x.shape[-2] if x.ndim > 1 else 1
     shape = (math.prod(x.shape[:-2]), rows, x.shape[-1])
-    _softmax(x.array.reshape(shape), out.array.reshape(shape), causal, pos)
+    _softmax[x.dtype](bits(x).reshape(shape), bits(out).reshape(shape), causal, pos)
 
 
 def softmax_backward(y: Tensor, dy: Tensor, *, out: Tensor) -> None:
     """out = y (dy - sum(y dy)): zero wherever y is, so the mask needs no bookkeeping."""
     shape = (math.prod(y.shape[:-1]), y.shape[-1])
-    _softmax_backward(y.array.reshape(shape), dy.array.reshape(shape), out.array.reshape(shape))
+    _softmax_backward[y.dtype](*(bits(each).reshape(shape) for each in (y, dy, out)))
 
 
 def split_heads(qkv: Tensor, *, q: Tensor, k: Tensor, v: Tensor, n_head: int) -> None:
     """[B, T, 3C] -> three [B H, T, D]."""
     for i, part in enumerate((q, k, v)):
         if part.size:
-            split(qkv.array, part.array, i * qkv.shape[2] // 3)
+            split[qkv.dtype](bits(qkv), bits(part), i * qkv.shape[2] // 3)
 
 
 def unsplit_heads(
@@ -89,107 +98,22 @@ def unsplit_heads(
         if part is None:
             out.array[:, :, i * C : i * C + C] = 0
         elif part.size:
-            merge(part.array, out.array, i * C)
+            merge[out.dtype](bits(part), bits(out), i * C)
 
 
 def merge_heads(x: Tensor, *, out: Tensor, n_head: int) -> None:
     """[B H, T, D] -> [B, T, C]."""
     if x.size:
-        merge(x.array, out.array, 0)
+        merge[x.dtype](bits(x), bits(out), 0)
 
 
 def unmerge_heads(dy: Tensor, *, out: Tensor, n_head: int) -> None:
     """[B, T, C] -> [B H, T, D]."""
     if dy.size:
-        split(dy.array, out.array, 0)
+        split[dy.dtype](bits(dy), bits(out), 0)
 
 
 # ---- Fused, for training ----
-
-
-@kernel(
-    "void(float32[:,::1], float32[:,::1], float32[:,::1], int64[::1], int64[::1], float32[:,::1],"
-    " float32[:,::1], float32[:,:,:,::1], float32[:,:,::1], int64[::1], float32)",
-    cost=1.5,
-)
-def _attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    where: Any,
-    pos: Any,
-    out: Any,
-    lse: Any,
-    keys: Any,
-    s: Any,
-    dropout: Any,
-    factor: Any,
-) -> None:
-    """The head (b, h) of k begins in row b where[0] + h where[1] and column where[3] + h where[2].
-
-    That of v has where[4] instead of where[3]; queries have theirs in out's rows and columns.
-    """
-    heads, T = lse.shape
-    D = keys.shape[2]
-    n_head = heads // pos.size
-    workers = s.shape[0]
-    for worker in prange(workers):
-        for head in range(worker, heads, workers):
-            b = head // n_head
-            h = head % n_head
-            row = b * where[0] + h * where[1]
-            column = h * where[2]
-            pack(k, (row, where[3] + column), pos[b] + T, keys[worker])
-            attend(
-                q,
-                keys[worker],
-                v,
-                (row, where[4] + column),
-                out,
-                (b * T, h * D),
-                lse[head],
-                s[worker],
-                pos[b],
-                (b, h * T * T),
-                (dropout[0], dropout[1], dropout[2], dropout[3], dropout[4]),
-                factor,
-            )
-
-
-@kernel(
-    "void(float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1],"
-    " float32[:,:,:,:,::1], float32[:,:,:,::1], int64[::1], float32)",
-    cost=1.4,
-)
-def _attention_backward(
-    qkv: Any,
-    out: Any,
-    dout: Any,
-    lse: Any,
-    dqkv: Any,
-    packed: Any,
-    s: Any,
-    dropout: Any,
-    factor: Any,
-) -> None:
-    heads = lse.shape[0]
-    n_head = out.shape[1] // packed.shape[3]
-    workers = s.shape[0]
-    for worker in prange(workers):
-        for head in range(worker, heads, workers):
-            attend_backward(
-                qkv,
-                out,
-                dout,
-                lse[head],
-                dqkv,
-                packed[worker],
-                s[worker],
-                head // n_head,
-                head % n_head,
-                (dropout[0], dropout[1], dropout[2], dropout[3], dropout[4]),
-                factor,
-            )
 
 
 def attention(
@@ -209,20 +133,19 @@ def attention(
         return
     heads = B * n_head
     if lse is None:
-        lse = empty((heads, T), qkv.dtype, qkv.device)
+        lse = empty((heads, T), "float32", qkv.device)
     D = C // n_head
-    keys, s = (empty(shape, qkv.dtype, qkv.device) for shape in _scratch(heads, T, D))
-    packed = qkv.array.reshape(B * T, 3 * C)
-    _attention(
+    scratch = [empty(shape, "float32", qkv.device) for shape in _scratch(qkv.dtype, heads, T, T, D)]
+    packed = bits(qkv).reshape(B * T, 3 * C)
+    _attend[qkv.dtype](
         packed,
         packed,
         packed,
         np.array([T, 0, D, C, 2 * C]),
         np.zeros(B, np.int64),
-        out.array.reshape(B * T, C),
+        bits(out).reshape(B * T, C),
         lse.array.reshape(heads, T),
-        keys.array,
-        s.array,
+        *(x.array for x in scratch),
         *_dropout(key, site, first_sample, p),
     )
 
@@ -245,16 +168,15 @@ def attention_backward(
     if out.size == 0:
         return
     heads = B * n_head
-    shapes = _scratch(heads, T, C // n_head, 2)
-    packed, s = (empty(shape, qkv.dtype, qkv.device) for shape in shapes)
-    _attention_backward(
-        qkv.array.reshape(B * T, 3 * C),
-        out.array.reshape(B * T, C),
-        dout.array.reshape(B * T, C),
-        lse.array.reshape(heads, T),
-        dqkv.array.reshape(B * T, 3 * C),
-        packed.array,
-        s.array,
+    shapes = _backward_scratch(qkv.dtype, heads, T, C // n_head)
+    scratch = [empty(shape, "float32", qkv.device) for shape in shapes]
+    _attend_backward[qkv.dtype](
+        bits(qkv).reshape(B * T, 3 * C),
+        bits(out).reshape(B * T, C),
+        bits(dout).reshape(B * T, C),
+        f32_of(lse).reshape(heads, T),
+        bits(dqkv).reshape(B * T, 3 * C),
+        *(x.array for x in scratch),
         *_dropout(key, site, first_sample, p),
     )
 
@@ -268,7 +190,7 @@ def attention_workspace(
         return ()
     heads = B * n_head
     unasked = () if lse is not None else ((heads, T),)
-    return _nbytes(*unasked, *_scratch(heads, T, C // n_head))
+    return _nbytes(*unasked, *_scratch(qkv.dtype, heads, T, T, C // n_head))
 
 
 def attention_backward_workspace(
@@ -276,16 +198,23 @@ def attention_backward_workspace(
 ) -> tuple[int, ...]:
     """Bytes of the scratch."""
     B, T, C = out.shape
-    return _nbytes(*_scratch(B * n_head, T, C // n_head, 2)) if out.size else ()
+    if out.size == 0:
+        return ()
+    return _nbytes(*_backward_scratch(qkv.dtype, B * n_head, T, C // n_head))
 
 
-def _scratch(heads: int, keys: int, D: int, *sets: int) -> tuple[Shape, Shape]:
-    """Shapes of the packed keys and of the probabilities: a set, or `sets`, for each thread."""
+def _scratch(dtype: str, heads: int, queries: int, keys: int, D: int) -> list[Shape]:
+    """Shapes of the packed keys, the probabilities and, in bfloat16, of what is widened."""
     workers = min(heads, threads.get_threads())
-    return (
-        (workers, *sets, panels(keys), D, LANES),
-        (workers, *sets, SCRATCH_ROWS, stride(keys)),
-    )
+    shapes: list[Shape] = [(workers, panels(keys), D, LANES), (workers, SCRATCH_ROWS, stride(keys))]
+    return shapes if dtype == "float32" else [*shapes, (workers, queries + keys, D)]
+
+
+def _backward_scratch(dtype: str, heads: int, T: int, D: int) -> list[Shape]:
+    """The same for the gradient."""
+    workers = min(heads, threads.get_threads())
+    shapes: list[Shape] = [(workers, 2, panels(T), D, LANES), (workers, 2, SCRATCH_ROWS, stride(T))]
+    return shapes if dtype == "float32" else [*shapes, (workers, 8 * T * D)]
 
 
 def _nbytes(*shapes: Shape) -> tuple[int, ...]:
@@ -311,19 +240,16 @@ def _products(x: Any, rows: Any, scale: Any, out: Any) -> None:
 
 @routine
 def _weighted_sum(weights: Any, rows: Any, out: Any) -> None:
-    for d in range(out.size):
-        out[d] = f32(0.0)
+    total = np.zeros(out.size, f32)
     for j in range(weights.size):
         row = rows[j]
         for d in range(out.size):
-            out[d] += weights[j] * row[d]
+            total[d] += weights[j] * wide(row[d])
+    for d in range(out.size):
+        out[d] = narrow(out, total[d])
 
 
-@kernel(
-    "void(float32[:,::1], float32[:,:,::1], float32[:,:,::1], int64[::1], float32[:,::1],"
-    " float32[:,::1])",
-    cost=0.6,
-)
+@forms("void(T[:,::1], T[:,:,::1], T[:,:,::1], int64[::1], T[:,::1], float32[:,::1])", cost=0.6)
 def _cached_one(q: Any, k_cache: Any, v_cache: Any, pos: Any, out: Any, s: Any) -> None:
     """One query of each sample, q and out [B, C], caches [B H, N, D]: the caches are read once."""
     heads, _, D = k_cache.shape
@@ -350,22 +276,22 @@ def cached_attention(
     heads, N, D = B * n_head, k_cache.shape[2], C // n_head
     first = positions(pos, B)
     if T == 1:
-        s = empty((min(heads, threads.get_threads()), N), q.dtype, q.device)
-        caches = [cache.array.reshape(heads, N, D) for cache in (k_cache, v_cache)]
-        _cached_one(q.array.reshape(B, C), *caches, first, out.array.reshape(B, C), s.array)
+        s = empty((min(heads, threads.get_threads()), N), "float32", q.device)
+        caches = [bits(cache).reshape(heads, N, D) for cache in (k_cache, v_cache)]
+        new, result = bits(q).reshape(B, C), bits(out).reshape(B, C)
+        _cached_one[q.dtype](new, *caches, first, result, s.array)
         return
-    keys, s = (empty(shape, q.dtype, q.device) for shape in _scratch(heads, N, D))
-    lse = empty((heads, T), q.dtype, q.device)
-    _attention(
-        q.array.reshape(B * T, C),
-        k_cache.array.reshape(heads * N, D),
-        v_cache.array.reshape(heads * N, D),
+    scratch = [empty(shape, "float32", q.device) for shape in _scratch(q.dtype, heads, T, N, D)]
+    lse = empty((heads, T), "float32", q.device)
+    _attend[q.dtype](
+        bits(q).reshape(B * T, C),
+        bits(k_cache).reshape(heads * N, D),
+        bits(v_cache).reshape(heads * N, D),
         np.array([n_head * N, N, 0, 0, 0]),
         first,
-        out.array.reshape(B * T, C),
+        bits(out).reshape(B * T, C),
         lse.array,
-        keys.array,
-        s.array,
+        *(x.array for x in scratch),
         *_dropout(None, 0, 0, 0.0),
     )
 
@@ -380,11 +306,12 @@ def cached_attention_workspace(
         return ()
     if T == 1:
         return _nbytes((min(heads, threads.get_threads()), N))
-    return _nbytes(*_scratch(heads, N, C // n_head), (heads, T))
+    return _nbytes(*_scratch(q.dtype, heads, T, N, C // n_head), (heads, T))
 
 
 def kv_append(
     qkv: Tensor, pos: int | Tensor, *, k_cache: Tensor, v_cache: Tensor, q: Tensor, n_head: int
 ) -> None:
     """Write qkv's keys and values into the caches from `pos` on; q [B, T, C] gets the queries."""
-    append(qkv.array, positions(pos, q.shape[0]), k_cache.array, v_cache.array, q.array)
+    first = positions(pos, q.shape[0])
+    append[qkv.dtype](bits(qkv), first, bits(k_cache), bits(v_cache), bits(q))

@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from forge.backends.cpu.jit import kernel, routine
+from forge.backends.cpu.bfloat16 import bits, narrow, wide
+from forge.backends.cpu.jit import forms, routine
 from forge.tensor import Tensor
-
-f32 = np.float32
 
 # Places of the sorted order, and columns of position gradients, that one thread takes at a time.
 PLACES = 64
 COLUMNS = 128
 
 
-@kernel("void(int64[:,::1], float32[:,::1], float32[:,::1], int64[::1], float32[:,:,::1])")
+@forms("void(int64[:,::1], T[:,::1], T[:,::1], int64[::1], T[:,:,::1])")
 def _embedding(ids: Any, wte: Any, wpe: Any, pos: Any, out: Any) -> None:
     """A missing wpe has no rows."""
     B, T = ids.shape
@@ -31,7 +30,7 @@ def _embedding(ids: Any, wte: Any, wpe: Any, pos: Any, out: Any) -> None:
         if wpe.shape[0] > 0:
             position = wpe[pos[b] + t]
             for c in range(row.size):
-                row[c] = token[c] + position[c]
+                row[c] = narrow(row, wide(token[c]) + wide(position[c]))
         else:
             for c in range(row.size):
                 row[c] = token[c]
@@ -55,18 +54,18 @@ def _add_runs(start: Any, stop: Any, ids: Any, x: Any, order: Any, out: Any) -> 
         source = x[order[i]]
         target = out[ids[order[i]]]
         for c in range(source.size):
-            target[c] += source[c]
+            target[c] = narrow(target, wide(target[c]) + wide(source[c]))
         i += 1
 
 
-@kernel("void(int64[::1], float32[:,::1], int64[::1], float32[:,::1])", cost=0.5)
+@forms("void(int64[::1], T[:,::1], int64[::1], U[:,::1])", cost=0.5)
 def _scatter_add_rows(ids: Any, x: Any, order: Any, out: Any) -> None:
     N = order.size
     for block in prange((N + PLACES - 1) // PLACES):
         _add_runs(block * PLACES, min(block * PLACES + PLACES, N), ids, x, order, out)
 
 
-@kernel("void(float32[:,:,::1], int64[::1], float32[:,::1])")
+@forms("void(T[:,:,::1], int64[::1], U[:,::1])")
 def _position_backward(dy: Any, pos: Any, out: Any) -> None:
     B, T, C = dy.shape
     for block in prange((C + COLUMNS - 1) // COLUMNS):
@@ -77,25 +76,26 @@ def _position_backward(dy: Any, pos: Any, out: Any) -> None:
                 source = dy[b, t, low:high]
                 target = out[pos[b] + t, low:high]
                 for c in range(source.size):
-                    target[c] += source[c]
+                    target[c] = narrow(target, wide(target[c]) + wide(source[c]))
 
 
 def embedding(
     ids: Tensor, wte: Tensor, wpe: Tensor | None, *, out: Tensor, pos: int | Tensor
 ) -> None:
     """out[b, t] = wte[ids[b, t]] + wpe[pos[b] + t]."""
-    table = np.empty((0, wte.shape[1]), f32) if wpe is None else wpe.array
-    _embedding(ids.array, wte.array, table, positions(pos, ids.shape[0]), out.array)
+    table = bits(wte)[:0] if wpe is None else bits(wpe)
+    first = positions(pos, ids.shape[0])
+    _embedding[wte.dtype](ids.array, bits(wte), table, first, bits(out))
 
 
 def scatter_add_rows(ids: Tensor, x: Tensor, order: Tensor, *, out: Tensor) -> None:
     """out[ids[n]] += x[n], for every row in increasing n; `order` sorts the ids, stably."""
-    _scatter_add_rows(ids.array, x.array, order.array, out.array)
+    _scatter_add_rows[x.dtype, out.dtype](ids.array, bits(x), order.array, bits(out))
 
 
 def position_backward(dy: Tensor, *, out: Tensor, pos: int | Tensor) -> None:
     """out[pos[b] + t] += dy[b, t], in the order of b."""
-    _position_backward(dy.array, positions(pos, dy.shape[0]), out.array)
+    _position_backward[dy.dtype, out.dtype](bits(dy), positions(pos, dy.shape[0]), bits(out))
 
 
 def positions(pos: int | Tensor, batch: int) -> np.ndarray:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from forge.backends.cpu.jit import kernel, routine
+from forge.backends.cpu.bfloat16 import narrow, wide
+from forge.backends.cpu.jit import forms, routine
 from forge.backends.cpu.mathlib import gelu_tanh
 
 f32 = np.float32
@@ -20,12 +21,10 @@ f32 = np.float32
 _DEPTH = 64
 
 # a, b, bias, out, pre, all of rank 3 but the bias; bias and pre are of size 0 where there is none.
-ARRAYS = (
-    "float32[:, :, ::1], float32[:, :, ::1], float32[::1], float32[:, :, ::1], float32[:, :, ::1]"
-)
+ARRAYS = "T[:, :, ::1], T[:, :, ::1], T[::1], T[:, :, ::1], T[:, :, ::1]"
 
 
-@kernel(f"void({ARRAYS}, boolean, float32, boolean, boolean)", cost=1.3)
+@forms(f"void({ARRAYS}, boolean, float32, boolean, boolean)", cost=1.3)
 def few_rows(
     a: Any,
     b: Any,
@@ -41,19 +40,25 @@ def few_rows(
     M, K, N = a.shape[1], a.shape[2], out.shape[2]
     target = pre if pre.size else out
     tiles = ((N if trans_b else K) + _DEPTH - 1) // _DEPTH
+    x = np.empty((M, K), f32)
+    for m in range(M):
+        put(a[0, m], x[m], f32(1.0), False)
     sums = np.empty((1 if trans_b else tiles, M, N), f32)
     for t in prange(tiles):
         if trans_b:
-            _dots(a[0], b[0], target[0], t * _DEPTH, alpha, accumulate)
+            _dots(x, b[0], sums[0], t * _DEPTH)
         else:
-            _weighted(a[0], b[0], sums[t], t * _DEPTH)
+            _weighted(x, b[0], sums[t], t * _DEPTH)
     for m in range(M):
+        row = sums[0, m]
         if not trans_b:
             for t in range(1, tiles):
-                put(sums[t, m], sums[0, m], f32(1.0), True)
-            put(sums[0, m], target[0, m], alpha, accumulate)
+                put(sums[t, m], row, f32(1.0), True)
         if bias.size:
-            put(bias, target[0, m], f32(1.0), True)
+            _times_plus(row, alpha, bias)
+            put(row, target[0, m], f32(1.0), accumulate)
+        else:
+            put(row, target[0, m], alpha, accumulate)
         if gelu:
             gelu_row(target[0, m], out[0, m], pre.size > 0)
 
@@ -63,10 +68,10 @@ def put(values: Any, target: Any, factor: Any, accumulate: Any) -> None:
     """target (+)= factor * values."""
     if accumulate:
         for j in range(target.size):
-            target[j] += factor * values[j]
+            target[j] = narrow(target, wide(target[j]) + factor * wide(values[j]))
     else:
         for j in range(target.size):
-            target[j] = factor * values[j]
+            target[j] = narrow(target, factor * wide(values[j]))
 
 
 @routine
@@ -78,23 +83,29 @@ def gelu_row(row: Any, out: Any, apart: Any) -> None:
     """
     if apart:
         for j in range(row.size):
-            out[j] = gelu_tanh(row[j])
+            out[j] = narrow(out, gelu_tanh(wide(row[j])))
     else:
         for j in range(row.size):
-            row[j] = gelu_tanh(row[j])
+            row[j] = narrow(row, gelu_tanh(wide(row[j])))
 
 
 @routine
-def _dots(a: Any, b: Any, c: Any, first: Any, alpha: Any, accumulate: Any) -> None:
-    """`_DEPTH` columns of c (+)= alpha a b^T."""
+def _times_plus(row: Any, factor: Any, bias: Any) -> None:
+    for j in range(row.size):
+        row[j] = factor * row[j] + wide(bias[j])
+
+
+@routine
+def _dots(a: Any, b: Any, c: Any, first: Any) -> None:
+    """`_DEPTH` columns of c = a b^T."""
     for n in range(first, min(c.shape[1], first + _DEPTH)):
         y = b[n]
         for m in range(a.shape[0]):
             x = a[m]
             total = f32(0.0)
             for k in range(x.size):
-                total += x[k] * y[k]
-            c[m, n] = alpha * total + (c[m, n] if accumulate else f32(0.0))
+                total += x[k] * wide(y[k])
+            c[m, n] = total
 
 
 @routine
@@ -112,7 +123,8 @@ def _weighted(a: Any, b: Any, sums: Any, first: Any) -> None:
             x0, x1, x2, x3 = a[m, k], a[m, k + 1], a[m, k + 2], a[m, k + 3]
             row = sums[m]
             for j in range(row.size):
-                row[j] += (x0 * b0[j] + x1 * b1[j]) + (x2 * b2[j] + x3 * b3[j])
+                low = x0 * wide(b0[j]) + x1 * wide(b1[j])
+                row[j] += low + (x2 * wide(b2[j]) + x3 * wide(b3[j]))
     for k in range(fours, stop):
         for m in range(M):
             put(b[k], sums[m], a[m, k], True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from forge.backends.cpu.bfloat16 import wide
 from forge.backends.cpu.jit import device, routine
 from forge.backends.cpu.mathlib import exp, maximum
 from forge.backends.cpu.philox import keep_factors
@@ -50,7 +51,7 @@ def pack(x: Any, at: Any, count: Any, packed: Any) -> None:
         for d in range(D):
             row = packed[j // LANES, d]
             for lane in range(LANES):
-                row[lane] = x[at[0] + j + lane, at[1] + d] if lane < lanes else f32(0.0)
+                row[lane] = wide(x[at[0] + j + lane, at[1] + d]) if lane < lanes else f32(0.0)
 
 
 @routine
@@ -128,7 +129,7 @@ def dot(x: Any, y: Any) -> Any:
     """Sum of products."""
     total = f32(0.0)
     for d in range(x.size):
-        total += x[d] * y[d]
+        total += wide(x[d]) * wide(y[d])
     return total
 
 
@@ -222,18 +223,20 @@ def attend_backward(
     dqkv: Any,
     packed: Any,
     s: Any,
-    sample: Any,
-    h: Any,
+    at: Any,
+    element: Any,
     dropout: Any,
     factor: Any,
 ) -> None:
-    """Head h's part of dqkv for one sample; `packed` and `s` hold two scratch matrices each."""
+    """A head's part of dqkv, `at` a place of it and of out; `element` as in `attend`.
+
+    `packed` and `s` hold two scratch matrices each.
+    """
     T = lse.size
     D = packed.shape[2]
     C = out.shape[1]
     scale = f32(1.0 / math.sqrt(D))
-    row = sample * T
-    column = h * D
+    row, column = at
     k_at = (row, C + column)
     v_at = (row, 2 * C + column)
     pack(qkv, k_at, T, packed[0])
@@ -255,7 +258,8 @@ def attend_backward(
             delta = dot(out[row + t, column : column + D], dout[row + t, column : column + D])
             kept = p[QUERIES, :seen]
             if dropout[4] > 0:
-                kept = _keep(p[QUERIES], seen, sample, (h * T + t) * T, dropout, factor)
+                start = element[1] + t * T
+                kept = _keep(p[QUERIES], seen, element[0], start, dropout, factor)
                 _times(dp[r, :seen], kept)
             _score_gradient(p[r, :whole], dp[r, :whole], lse[t], delta, scale)
             if dropout[4] > 0:

@@ -15,6 +15,15 @@ import numba
 from forge.backends.cpu import compiler, loops, store, threads
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# Dtypes that the letters of a signature stand for.
+Form = tuple[str, ...]
+
+_ELEMENT = {"float32": "float32", "bfloat16": "uint16"}
+_FORMS: tuple[Form, ...] = (
+    ("float32", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+)
 
 # Held while a kernel is loaded: each is so only once, and Numba compiles in one thread at a time.
 _loading = threading.RLock()
@@ -24,7 +33,7 @@ _said: set[str] = set()
 class Kernel:
     """A compiled function with one signature: made by `kernel`, called like a function."""
 
-    __slots__ = ("cost", "function", "parallel", "run", "setup", "signature")
+    __slots__ = ("cost", "form", "function", "parallel", "run", "setup", "signature")
 
     def __init__(
         self,
@@ -33,8 +42,10 @@ class Kernel:
         parallel: bool,
         cost: float,
         setup: Callable[[], None] | None,
+        form: Form = (),
     ) -> None:
         self.function = function
+        self.form = form
         self.setup = setup
         self.signature = signature
         self.parallel = parallel
@@ -43,8 +54,9 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Where it is defined, as module:function."""
-        return f"{self.function.__module__}:{self.function.__name__}"
+        """Where it is defined, as module:function or, of several forms, module:function:dtypes."""
+        name = f"{self.function.__module__}:{self.function.__name__}"
+        return f"{name}:{','.join(self.form)}" if self.form else name
 
     @property
     def file(self) -> Path:
@@ -102,6 +114,10 @@ class Kernel:
             say_unwritable(error)
 
 
+class Forms(dict[str | Form, Kernel]):
+    """One function compiled for several dtypes: `kernel[dtype]` is its `Kernel` for them."""
+
+
 def kernel(
     signature: str,
     *,
@@ -118,6 +134,29 @@ def kernel(
 
     def decorate(function: Callable[..., Any]) -> Kernel:
         return Kernel(function, signature, parallel, cost, setup)
+
+    return decorate
+
+
+def forms(signature: str, *dtypes: Form, **settings: Any) -> Callable[[Callable[..., Any]], Forms]:
+    """Decorator of a kernel for arrays of several dtypes, `T` and `U` in its signature.
+
+    `dtypes` are what they stand for, by default float32, and bfloat16 with U the same or float32.
+    `settings` are `kernel`'s.
+    """
+    if not dtypes:
+        dtypes = (("float32",), ("bfloat16",)) if "U" not in signature else _FORMS
+
+    def decorate(function: Callable[..., Any]) -> Forms:
+        every = Forms()
+        for form in dtypes:
+            text = signature
+            for letter, dtype in zip("TU", form, strict=False):
+                text = text.replace(f"{letter}[", f"{_ELEMENT[dtype]}[")
+            made = kernel(text, **settings)(function)
+            made.form = form
+            every[form[0] if len(form) == 1 else form] = made
+        return every
 
     return decorate
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import prange
 
-from forge.backends.cpu.jit import kernel, routine
+from forge.backends.cpu.jit import forms, routine
 
 
 @routine
@@ -17,7 +17,7 @@ def copy(out: Any, x: Any) -> None:
         out[i] = x[i]
 
 
-@kernel("void(float32[:,:,::1], float32[:,:,::1], int64)")
+@forms("void(T[:,:,::1], T[:,:,::1], int64)")
 def split(packed: Any, heads: Any, column: Any) -> None:
     """heads [B H, T, D] = the columns of packed [B, T, …] from `column` on."""
     T, D = heads.shape[1:]
@@ -28,7 +28,7 @@ def split(packed: Any, heads: Any, column: Any) -> None:
             copy(heads[head, t], packed[head // n_head, t, start : start + D])
 
 
-@kernel("void(float32[:,:,::1], float32[:,:,::1], int64)")
+@forms("void(T[:,:,::1], T[:,:,::1], int64)")
 def merge(heads: Any, packed: Any, column: Any) -> None:
     """The columns of packed [B, T, …] from `column` on = heads [B H, T, D]."""
     T, D = heads.shape[1:]
@@ -39,9 +39,7 @@ def merge(heads: Any, packed: Any, column: Any) -> None:
             copy(packed[head // n_head, t, start : start + D], heads[head, t])
 
 
-@kernel(
-    "void(float32[:,:,::1], int64[::1], float32[:,:,:,::1], float32[:,:,:,::1], float32[:,:,::1])"
-)
+@forms("void(T[:,:,::1], int64[::1], T[:,:,:,::1], T[:,:,:,::1], T[:,:,::1])")
 def append(qkv: Any, pos: Any, k_cache: Any, v_cache: Any, q: Any) -> None:
     """qkv [B, T, 3C] into q [B, T, C] and, from position pos[b] on, the caches [B, H, N, D]."""
     B, T, C = q.shape

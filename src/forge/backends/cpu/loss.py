@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from forge.backends.cpu.jit import kernel, routine
+from forge.backends.cpu.bfloat16 import bits, f32_of, narrow, wide
+from forge.backends.cpu.jit import forms, kernel, routine
 from forge.backends.cpu.linear import matmul, product_workspace
 from forge.backends.cpu.mathlib import exp, maximum
+from forge.dtypes import ITEMSIZE
+from forge.pool import rounded
 from forge.tensor import Tensor, empty
 
 f32 = np.float32
@@ -27,20 +30,20 @@ def _log_sum(x: Any) -> Any:
     """log(sum of e^x)."""
     top = f32(-np.inf)
     for v in range(x.size):
-        top = maximum(top, x[v])
+        top = maximum(top, wide(x[v]))
     total = f32(0.0)
     for v in range(x.size):
-        total += exp(x[v] - top)
+        total += exp(wide(x[v]) - top)
     return top + np.log(total)
 
 
 @routine
 def _chosen(logits: Any, target: Any) -> Any:
     """The target's logit; NaN for a target that is no class, which would lie outside the row."""
-    return logits[target] if 0 <= target < logits.size else f32(np.nan)
+    return wide(logits[target]) if 0 <= target < logits.size else f32(np.nan)
 
 
-@kernel("void(float32[:,::1], int64[::1], int64, float32[::1], float32[::1])")
+@forms("void(T[:,::1], int64[::1], int64, float32[::1], float32[::1])")
 def _losses(logits: Any, targets: Any, ignore_index: Any, lse: Any, losses: Any) -> None:
     for n in prange(targets.size):
         lse[n] = _log_sum(logits[n])
@@ -54,21 +57,19 @@ def _losses(logits: Any, targets: Any, ignore_index: Any, lse: Any, losses: Any)
 def _gradient(logits: Any, target: Any, lse: Any, scale: Any, out: Any) -> None:
     """out = scale (softmax - one-hot of the target)."""
     for v in range(logits.size):
-        out[v] = exp(logits[v] - lse) * scale
+        out[v] = narrow(out, exp(wide(logits[v]) - lse) * scale)
     if 0 <= target < out.size:
-        out[target] -= scale
+        # Not out - scale: in bfloat16 that would be rounded twice.
+        out[target] = narrow(out, (exp(wide(logits[target]) - lse) - f32(1.0)) * scale)
 
 
 @routine
 def _zero(out: Any) -> None:
     for v in range(out.size):
-        out[v] = f32(0.0)
+        out[v] = narrow(out, f32(0.0))
 
 
-@kernel(
-    "void(float32[:,::1], int64[::1], int64, float32[::1], float32[::1], float32[::1],"
-    " float32[:,::1])"
-)
+@forms("void(T[:,::1], int64[::1], int64, float32[::1], float32[::1], float32[::1], T[:,::1])")
 def _gradients(
     logits: Any, targets: Any, ignore_index: Any, lse: Any, weight: Any, dloss: Any, dlogits: Any
 ) -> None:
@@ -112,6 +113,32 @@ def _losses_and_gradients(
             losses[n] = _loss_and_gradient(logits[n], targets[n], weight[0])
 
 
+@kernel("void(uint16[:,::1], int64[::1], int64, float32[::1], float32[::1])")
+def _low_losses_and_gradients(
+    logits: Any, targets: Any, ignore_index: Any, weight: Any, losses: Any
+) -> None:
+    """The same in bfloat16, where exponentials are made twice: kept, they would be rounded."""
+    for n in prange(targets.size):
+        if targets[n] == ignore_index:
+            losses[n] = f32(0.0)
+            _zero(logits[n])
+        else:
+            lse = _log_sum(logits[n])
+            losses[n] = lse - _chosen(logits[n], targets[n])
+            _in_place_gradient(logits[n], targets[n], lse, weight[0])
+
+
+@routine
+def _in_place_gradient(logits: Any, target: Any, lse: Any, scale: Any) -> None:
+    """`_gradient` in place: with two names for one array LLVM's check for overlap would fail."""
+    inside = 0 <= target < logits.size
+    chosen = wide(logits[target]) if inside else f32(0.0)
+    for v in range(logits.size):
+        logits[v] = narrow(logits, exp(wide(logits[v]) - lse) * scale)
+    if inside:
+        logits[target] = narrow(logits, (exp(chosen - lse) - f32(1.0)) * scale)
+
+
 @kernel("void(float32[::1], float32[::1], float32[::1])", parallel=False)
 def _weighted_sum(losses: Any, weight: Any, out: Any) -> None:
     total = np.float64(0.0)
@@ -136,9 +163,9 @@ def cross_entropy(
     ignore_index: int,
 ) -> None:
     """out = weight sum over the targets that count of (lse - logits[target])."""
-    losses = empty(targets.shape, logits.dtype, logits.device)
-    lse = empty(targets.shape, logits.dtype, logits.device) if lse is None else lse
-    _losses(logits.array, targets.array, ignore_index, lse.array, losses.array)
+    losses = empty(targets.shape, "float32", logits.device)
+    lse = empty(targets.shape, "float32", logits.device) if lse is None else lse
+    _losses[logits.dtype](bits(logits), targets.array, ignore_index, lse.array, losses.array)
     _weighted_sum(losses.array, _scalar(weight), out.array.reshape(1))
 
 
@@ -160,14 +187,14 @@ def cross_entropy_backward(
     ignore_index: int,
 ) -> None:
     """dlogits = dloss weight (softmax - one-hot), 0 for ignored rows."""
-    _gradients(
-        logits.array,
+    _gradients[logits.dtype](
+        bits(logits),
         targets.array,
         ignore_index,
-        lse.array,
+        f32_of(lse),
         _scalar(weight),
         _scalar(dloss),
-        dlogits.array,
+        bits(dlogits),
     )
 
 
@@ -185,8 +212,8 @@ def linear_cross_entropy(
 ) -> None:
     """Cross-entropy of the logits x wte^T over wte's first `rows`, and its gradients."""
     N, C = x.shape
-    losses = empty((N,), x.dtype, x.device)
-    chunk = chunk_rows(rows)
+    losses = empty((N,), "float32", x.device)
+    chunk = chunk_rows(rows, x.dtype)
     logits = empty((min(N, chunk), rows), x.dtype, x.device)
     for start in range(0, N, chunk):
         count = min(chunk, N - start)
@@ -196,10 +223,11 @@ def linear_cross_entropy(
         its_losses = losses.array[start : start + count]
         _product(part, wte, block, trans_b=True, b_rows=rows)
         if dx is None and dwte is None:
-            lse = empty((count,), x.dtype, x.device)
-            _losses(block.array, counted, ignore_index, lse.array, its_losses)
+            lse = empty((count,), "float32", x.device)
+            _losses[x.dtype](bits(block), counted, ignore_index, lse.array, its_losses)
             continue
-        _losses_and_gradients(block.array, counted, ignore_index, _scalar(weight), its_losses)
+        run = _losses_and_gradients if x.dtype == "float32" else _low_losses_and_gradients
+        run(bits(block), counted, ignore_index, _scalar(weight), its_losses)
         if dx is not None:
             _product(block, wte, dx.view((count, C), start * C), b_rows=rows)
         if dwte is not None:
@@ -230,19 +258,29 @@ def linear_cross_entropy_workspace(
 ) -> tuple[int, ...]:
     """Bytes of the losses, of a chunk of logits, and of what its products or the lse take."""
     N, C = x.shape
-    count = min(N, chunk_rows(rows))
-    last = N - (N - 1) // count * count if N else 0
-    beside = [product_workspace((n, rows), C) for n in (count, last)]
-    if dx is not None:
-        beside += [product_workspace((n, C), rows) for n in (count, last)]
+    if N == 0:
+        return 0, 0
+    count = min(N, chunk_rows(rows, x.dtype))
+    last = N - (N - 1) // count * count
+    beside = []
+    for n in (count, last):
+        beside += [product_workspace(x.dtype, x.dtype, (n, rows), C)]
+        if dx is not None:
+            beside += [product_workspace(x.dtype, x.dtype, (n, C), rows)]
+        if dwte is not None:
+            beside += [product_workspace(x.dtype, dwte.dtype, (rows, C), n, trans_a=True)]
     if dx is None and dwte is None:
-        beside += [4 * count]
-    return 4 * N, 4 * count * rows, *filter(None, [max(beside)])
+        beside += [(4 * count,)]
+    return (
+        4 * N,
+        ITEMSIZE[x.dtype] * count * rows,
+        *max(beside, key=lambda sizes: sum(map(rounded, sizes))),
+    )
 
 
-def chunk_rows(rows: int) -> int:
+def chunk_rows(rows: int, dtype: str) -> int:
     """Rows of x in one chunk, for `rows` classes: a power of two, so that BLAS's tiles are full."""
-    fitting = max(1, LOGITS_BYTES // (4 * max(1, rows)))
+    fitting = max(1, LOGITS_BYTES // (ITEMSIZE[dtype] * max(1, rows)))
     return min(MOST_ROWS, 1 << (fitting.bit_length() - 1))
 
 

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from forge.backends.cpu.jit import kernel, routine
+from forge.backends.cpu.bfloat16 import bits, f32_of, narrow, wide
+from forge.backends.cpu.jit import forms, routine
+from forge.backends.cpu.reduce import sum_rows
+from forge.dtypes import ITEMSIZE
 from forge.tensor import Tensor, empty, empty_like, zeros
 
 f32 = np.float32
@@ -26,23 +29,20 @@ def _normalise(x: Any, gamma: Any, beta: Any, out: Any, eps: Any) -> Any:
     C = x.size
     total = f32(0.0)
     for c in range(C):
-        total += x[c]
+        total += wide(x[c])
     mean = total / f32(C)
     # About the mean: a sum of squares would cancel where the mean is large.
     variance = f32(0.0)
     for c in range(C):
-        centred = x[c] - mean
+        centred = wide(x[c]) - mean
         variance += centred * centred
     rstd = f32(1.0) / np.sqrt(variance / f32(C) + eps)
     for c in range(C):
-        out[c] = (x[c] - mean) * rstd * gamma[c] + beta[c]
+        out[c] = narrow(out, (wide(x[c]) - mean) * rstd * gamma[c] + beta[c])
     return mean, rstd
 
 
-@kernel(
-    "void(float32[:,::1], float32[::1], float32[::1], float32[:,::1], float32[::1], float32[::1],"
-    " float32)"
-)
+@forms("void(T[:,::1], float32[::1], float32[::1], T[:,::1], float32[::1], float32[::1], float32)")
 def _layernorm(x: Any, gamma: Any, beta: Any, out: Any, mean: Any, rstd: Any, eps: Any) -> None:
     for n in prange(x.shape[0]):
         mean[n], rstd[n] = _normalise(x[n], gamma, beta, out[n], eps)
@@ -51,12 +51,12 @@ def _layernorm(x: Any, gamma: Any, beta: Any, out: Any, mean: Any, rstd: Any, ep
 @routine
 def _add(a: Any, b: Any, c: Any, out: Any) -> None:
     for i in range(out.size):
-        out[i] = a[i] + b[i] + c[i]
+        out[i] = narrow(out, wide(a[i]) + wide(b[i]) + wide(c[i]))
 
 
-@kernel(
-    "void(float32[:,::1], float32[:,::1], float32[::1], float32[::1], float32[::1],"
-    " float32[:,::1], float32[:,::1], float32[::1], float32[::1], float32)"
+@forms(
+    "void(T[:,::1], T[:,::1], T[::1], float32[::1], float32[::1], T[:,::1], T[:,::1],"
+    " float32[::1], float32[::1], float32)"
 )
 def _add_layernorm(
     x: Any,
@@ -77,30 +77,39 @@ def _add_layernorm(
 
 @routine
 def _row_backward(
-    x: Any, gamma: Any, dy: Any, mean: Any, rstd: Any, dx: Any, dgamma: Any, dbeta: Any
+    dsum: Any, x: Any, gamma: Any, dy: Any, mean: Any, rstd: Any, dx: Any, dgamma: Any, dbeta: Any
 ) -> None:
-    """dx of one row; what the row gives to dgamma and dbeta is added to them."""
+    """dx of one row, with dsum unless that is empty; its part of dgamma and dbeta is added."""
     C = x.size
     sum_g = f32(0.0)
     sum_gx = f32(0.0)
     for c in range(C):
-        normal = (x[c] - mean) * rstd
-        g = dy[c] * gamma[c]
-        dx[c] = g
+        normal = (wide(x[c]) - mean) * rstd
+        d = wide(dy[c])
+        g = d * gamma[c]
         sum_g += g
         sum_gx += g * normal
-        dgamma[c] += dy[c] * normal
-        dbeta[c] += dy[c]
+        dgamma[c] += d * normal
+        dbeta[c] += d
     mean_g = sum_g / f32(C)
     mean_gx = sum_gx / f32(C)
-    for c in range(C):
-        dx[c] = (dx[c] - mean_g - (x[c] - mean) * rstd * mean_gx) * rstd
+    # dx is rounded once, so what it is made of is computed again rather than kept there.
+    if dsum.size > 0:
+        for c in range(C):
+            normal = (wide(x[c]) - mean) * rstd
+            g = wide(dy[c]) * gamma[c]
+            dx[c] = narrow(dx, wide(dsum[c]) + (g - mean_g - normal * mean_gx) * rstd)
+    else:
+        for c in range(C):
+            normal = (wide(x[c]) - mean) * rstd
+            g = wide(dy[c]) * gamma[c]
+            dx[c] = narrow(dx, (g - mean_g - normal * mean_gx) * rstd)
 
 
 @routine
 def _add_to(out: Any, x: Any) -> None:
     for c in range(out.size):
-        out[c] += x[c]
+        out[c] += wide(x[c])
 
 
 @routine
@@ -123,9 +132,8 @@ def _tile_backward(
     for c in range(gamma.size):
         dgamma[c] = dbeta[c] = dbias[c] = f32(0.0)
     for n in range(tile * TILE, min(tile * TILE + TILE, x.shape[0])):
-        _row_backward(x[n], gamma, dy[n], mean[n], rstd[n], dx[n], dgamma, dbeta)
-        if dsum.size > 0:
-            _add_to(dx[n], dsum[n])
+        residual = dsum[n if dsum.shape[1] > 0 else 0]
+        _row_backward(residual, x[n], gamma, dy[n], mean[n], rstd[n], dx[n], dgamma, dbeta)
         if with_bias:
             _add_to(dbias, dx[n])
 
@@ -141,9 +149,9 @@ def _add_tiles(partial: Any, start: Any, out: Any) -> None:
         _add_to(out[start:stop], total)
 
 
-@kernel(
-    "void(float32[:,::1], float32[:,::1], float32[:,::1], float32[::1], float32[::1],"
-    " float32[::1], float32[:,::1], float32[:,:,::1], float32[::1], float32[::1], float32[::1])",
+@forms(
+    "void(T[:,::1], T[:,::1], T[:,::1], float32[::1], float32[::1], float32[::1], T[:,::1],"
+    " float32[:,:,::1], float32[::1], float32[::1], float32[::1])",
     cost=1.1,
 )
 def _backward(
@@ -159,7 +167,7 @@ def _backward(
     dbeta: Any,
     dbias: Any,
 ) -> None:
-    """An absent dsum, dgamma, dbeta or dbias has size 0."""
+    """An absent dgamma, dbeta or dbias has size 0, an absent dsum rows of size 0."""
     C = x.shape[1]
     for tile in prange(partial.shape[1]):
         _tile_backward(tile, dsum, dy, x, gamma, mean, rstd, dx, partial, dbias.size > 0)
@@ -181,7 +189,8 @@ def layernorm(
 ) -> None:
     """out = (x - mean) rstd gamma + beta, with rstd = 1 / sqrt(variance + eps)."""
     mean, rstd = _statistics(x, mean, rstd)
-    _layernorm(x.array, gamma.array, beta.array, out.array, mean.array, rstd.array, f32(eps))
+    weights = f32_of(gamma), f32_of(beta)
+    _layernorm[x.dtype](bits(x), *weights, bits(out), mean.array, rstd.array, f32(eps))
 
 
 def layernorm_workspace(
@@ -232,14 +241,14 @@ def add_layernorm(
     if bias is None:
         bias = zeros(gamma.shape, x.dtype, x.device)
     mean, rstd = _statistics(x, mean, rstd)
-    _add_layernorm(
-        x.array,
-        branch.array,
-        bias.array,
-        gamma.array,
-        beta.array,
-        sum.array,
-        y.array,
+    _add_layernorm[x.dtype](
+        bits(x),
+        bits(branch),
+        bits(bias),
+        f32_of(gamma),
+        f32_of(beta),
+        bits(sum),
+        bits(y),
         mean.array,
         rstd.array,
         f32(eps),
@@ -250,7 +259,9 @@ def add_layernorm_workspace(
     x: Tensor, branch: Tensor, bias: Tensor | None, *rest: Any, **keywords: Any
 ) -> tuple[int, ...]:
     """Bytes of the statistics that nobody asked for, and of a bias of zeros."""
-    return layernorm_workspace(x, **keywords) + (() if bias is not None else (4 * x.shape[1],))
+    return layernorm_workspace(x, **keywords) + (
+        () if bias is not None else (ITEMSIZE[x.dtype] * x.shape[1],)
+    )
 
 
 def add_layernorm_backward(
@@ -271,22 +282,23 @@ def add_layernorm_backward(
     if dy is None:
         _no_layernorm_backward(dsum, dx, dbias)
         return
-    partial = empty((3, (N + TILE - 1) // TILE, C), sum.dtype, sum.device)
+    partial = empty((3, (N + TILE - 1) // TILE, C), "float32", sum.device)
     dx = empty_like(sum) if dx is None else dx
-    absent = np.empty(0, f32)
-    _backward(
-        np.empty((0, C), f32) if dsum is None else dsum.array,
-        dy.array,
-        sum.array,
-        gamma.array,
-        mean.array,
-        rstd.array,
-        dx.array,
+    sums = [np.empty(0, f32) if x is None else f32_of(x) for x in (dgamma, dbeta, dbias)]
+    _backward[sum.dtype](
+        np.empty((1, 0), bits(sum).dtype) if dsum is None else bits(dsum),
+        bits(dy),
+        bits(sum),
+        f32_of(gamma),
+        f32_of(mean),
+        f32_of(rstd),
+        bits(dx),
         partial.array,
-        absent if dgamma is None else dgamma.array,
-        absent if dbeta is None else dbeta.array,
-        absent if dbias is None else dbias.array,
+        *sums,
     )
+    for x, total in zip((dgamma, dbeta, dbias), sums, strict=True):
+        if x is not None and x.array is not total:
+            x.array[...] = total
 
 
 def add_layernorm_backward_workspace(
@@ -304,13 +316,13 @@ def _no_layernorm_backward(dsum: Tensor | None, dx: Tensor | None, dbias: Tensor
     if dx is not None:
         dx.array[...] = 0 if dsum is None else dsum.array
     if dbias is not None and dsum is not None:
-        dbias.array[...] += dsum.array.sum(axis=0)
+        sum_rows(dsum, out=dbias)
 
 
 def _statistics(x: Tensor, mean: Tensor | None, rstd: Tensor | None) -> tuple[Tensor, Tensor]:
     """Where the kernel puts what nobody asked for."""
     shape = x.shape[:1]
     return (
-        empty(shape, x.dtype, x.device) if mean is None else mean,
-        empty(shape, x.dtype, x.device) if rstd is None else rstd,
+        empty(shape, "float32", x.device) if mean is None else mean,
+        empty(shape, "float32", x.device) if rstd is None else rstd,
     )

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from forge.backends.cpu.bfloat16 import narrow
 from forge.backends.cpu.jit import device, routine
 
 u32 = np.uint32
@@ -44,9 +45,9 @@ def keep_factors(
 ) -> None:
     """factors[i] = scale where element first + i of a sample is kept, else 0.
 
-    `factors` is float32 [n]; `seed` and `step` are the key's int64 words, of which the low 32 bits
-    count. An element is kept iff its word >= threshold (uint32). 0.8 ns an element where `first` is
-    a multiple of 4, else 1.6.
+    `factors` is float32 [n], or bfloat16's bits, where `scale` is rounded; `seed` and `step` are
+    the key's int64 words, of which the low 32 bits count. An element is kept iff its word >=
+    threshold (uint32). 0.8 ns an element where `first` is a multiple of 4, else 1.6.
     """
     c1, c2 = u32(sample), u32(site)
     k0, k1 = u32(seed), u32(step)
@@ -67,9 +68,9 @@ def keep_factors(
         whole = part.size // 4 if skip == 0 else 0
         # Unsigned indices spare the check for negative ones, and so vectorise.
         for i in range(u64(whole)):
-            part[u64(4) * i] = w0[i]
-            part[u64(4) * i + u64(1)] = w1[i]
-            part[u64(4) * i + u64(2)] = w2[i]
-            part[u64(4) * i + u64(3)] = w3[i]
+            part[u64(4) * i] = narrow(part, w0[i])
+            part[u64(4) * i + u64(1)] = narrow(part, w1[i])
+            part[u64(4) * i + u64(2)] = narrow(part, w2[i])
+            part[u64(4) * i + u64(3)] = narrow(part, w3[i])
         for i in range(4 * whole, part.size):
-            part[i] = words[(i + skip) % 4, (i + skip) // 4]
+            part[i] = narrow(part, words[(i + skip) % 4, (i + skip) // 4])

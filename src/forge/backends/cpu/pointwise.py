@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from forge.backends.cpu.jit import kernel, routine
+from forge.backends.cpu.bfloat16 import bits, narrow, wide
+from forge.backends.cpu.jit import forms, routine
 from forge.backends.cpu.mathlib import gelu_erf, gelu_erf_slope, gelu_tanh, gelu_tanh_slope
 from forge.backends.cpu.philox import keep_factors
 from forge.backends.cpu.reduce import sum_rows
@@ -51,10 +52,11 @@ def div(a: Tensor, b: Tensor, *, out: Tensor) -> None:
 def _binary(code: int, a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Compute it here where the shapes are equal or b is a row [C] under a [..., C]."""
     if a.shape == b.shape:
-        _same_shape(code, a.array.reshape(-1), b.array.reshape(-1), out.array.reshape(-1))
+        run = _same_shape[a.dtype]
+        run(code, bits(a).reshape(-1), bits(b).reshape(-1), bits(out).reshape(-1))
     elif out.size and b.shape == a.shape[-1:]:
         C = b.shape[0]
-        _row(code, a.array.reshape(-1, C), b.array, out.array.reshape(-1, C))
+        _row[a.dtype](code, bits(a).reshape(-1, C), bits(b), bits(out).reshape(-1, C))
     else:
         return False
     return True
@@ -64,19 +66,19 @@ def _binary(code: int, a: Tensor, b: Tensor, out: Tensor) -> bool:
 def _operate(code: Any, a: Any, b: Any, out: Any) -> None:
     if code == _ADD:
         for i in range(out.size):
-            out[i] = a[i] + b[i]
+            out[i] = narrow(out, wide(a[i]) + wide(b[i]))
     elif code == _SUB:
         for i in range(out.size):
-            out[i] = a[i] - b[i]
+            out[i] = narrow(out, wide(a[i]) - wide(b[i]))
     elif code == _MUL:
         for i in range(out.size):
-            out[i] = a[i] * b[i]
+            out[i] = narrow(out, wide(a[i]) * wide(b[i]))
     else:
         for i in range(out.size):
-            out[i] = a[i] / b[i]
+            out[i] = narrow(out, wide(a[i]) / wide(b[i]))
 
 
-@kernel("void(int64, float32[::1], float32[::1], float32[::1])")
+@forms("void(int64, T[::1], T[::1], T[::1])")
 def _same_shape(code: Any, a: Any, b: Any, out: Any) -> None:
     for t in prange((out.size + _TILE - 1) // _TILE):
         lo = t * _TILE
@@ -84,7 +86,7 @@ def _same_shape(code: Any, a: Any, b: Any, out: Any) -> None:
         _operate(code, a[lo:hi], b[lo:hi], out[lo:hi])
 
 
-@kernel("void(int64, float32[:, ::1], float32[::1], float32[:, ::1])")
+@forms("void(int64, T[:, ::1], T[::1], T[:, ::1])")
 def _row(code: Any, a: Any, b: Any, out: Any) -> None:
     N, C = out.shape
     rows = max(1, _TILE // C)
@@ -104,15 +106,16 @@ def maximum(a: Tensor, b: Tensor, *, out: Tensor, mask: Tensor | None = None) ->
 def scale(x: Tensor, factor: float | Tensor, *, out: Tensor, accumulate: bool = False) -> None:
     """out = factor x, or out += factor x; factor is a number or a Tensor of one element."""
     number = factor.item() if isinstance(factor, Tensor) else factor
-    _scale(x.array.reshape(-1), f32(number), out.array.reshape(-1), accumulate)
+    run = _scale[x.dtype, out.dtype]
+    run(bits(x).reshape(-1), f32(number), bits(out).reshape(-1), accumulate)
 
 
 def accumulate(x: Tensor, *, out: Tensor) -> None:
     """out += x."""
-    _scale(x.array.reshape(-1), f32(1.0), out.array.reshape(-1), True)
+    _scale[x.dtype, out.dtype](bits(x).reshape(-1), f32(1.0), bits(out).reshape(-1), True)
 
 
-@kernel("void(float32[::1], float32, float32[::1], boolean)")
+@forms("void(T[::1], float32, U[::1], boolean)")
 def _scale(x: Any, factor: Any, out: Any, accumulate: Any) -> None:
     for t in prange((out.size + _TILE - 1) // _TILE):
         lo = t * _TILE
@@ -120,10 +123,10 @@ def _scale(x: Any, factor: Any, out: Any, accumulate: Any) -> None:
         o = out[lo : lo + _TILE]
         if accumulate:
             for i in range(o.size):
-                o[i] += factor * a[i]
+                o[i] = narrow(o, wide(o[i]) + factor * wide(a[i]))
         else:
             for i in range(o.size):
-                o[i] = factor * a[i]
+                o[i] = narrow(o, factor * wide(a[i]))
 
 
 def neg(x: Tensor, *, out: Tensor) -> None:
@@ -162,10 +165,10 @@ def cast(x: Tensor, *, out: Tensor) -> None:
 
 def gelu(x: Tensor, *, out: Tensor, form: str) -> None:
     """out = x Phi(x): Phi by `erf`, or by GPT-2's `tanh` approximation."""
-    gelu_array(x.array.reshape(-1), out.array.reshape(-1), form == "erf")
+    gelu_array[x.dtype](bits(x).reshape(-1), bits(out).reshape(-1), form == "erf")
 
 
-@kernel("void(float32[::1], float32[::1], boolean)", cost=0.5)
+@forms("void(T[::1], T[::1], boolean)", cost=0.5)
 def gelu_array(x: Any, out: Any, erf: Any) -> None:
     """out = gelu(x) on flat arrays, by erf or GPT-2's form."""
     for t in prange((out.size + _TILE - 1) // _TILE):
@@ -174,23 +177,23 @@ def gelu_array(x: Any, out: Any, erf: Any) -> None:
         o = out[lo : lo + _TILE]
         if erf:
             for i in range(o.size):
-                o[i] = gelu_erf(a[i])
+                o[i] = narrow(o, gelu_erf(wide(a[i])))
         else:
             for i in range(o.size):
-                o[i] = gelu_tanh(a[i])
+                o[i] = narrow(o, gelu_tanh(wide(a[i])))
 
 
 def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, sums: Tensor | None, form: str) -> None:
     """out = dy gelu'(x), and sums[c] += sum over n of out[n, c]; out may be dy."""
     in_place = np.may_share_memory(dy.array, out.array)
-    _gelu_backward(
-        x.array.reshape(-1), dy.array.reshape(-1), out.array.reshape(-1), form == "erf", in_place
-    )
+    run = _gelu_backward[x.dtype]
+    flat = bits(x).reshape(-1), bits(dy).reshape(-1), bits(out).reshape(-1)
+    run(*flat, form == "erf", in_place)
     if sums is not None:
         sum_rows(out.view((x.size // max(sums.size, 1), sums.size)), out=sums)
 
 
-@kernel("void(float32[::1], float32[::1], float32[::1], boolean, boolean)", cost=0.5)
+@forms("void(T[::1], T[::1], T[::1], boolean, boolean)", cost=0.5)
 def _gelu_backward(x: Any, dy: Any, out: Any, erf: Any, in_place: Any) -> None:
     for t in prange((out.size + _TILE - 1) // _TILE):
         lo = t * _TILE
@@ -204,10 +207,10 @@ def _gelu_backward(x: Any, dy: Any, out: Any, erf: Any, in_place: Any) -> None:
                 o[i] = d[i]
         if erf:
             for i in range(o.size):
-                o[i] *= gelu_erf_slope(a[i])
+                o[i] = narrow(o, wide(o[i]) * gelu_erf_slope(wide(a[i])))
         else:
             for i in range(o.size):
-                o[i] *= gelu_tanh_slope(a[i])
+                o[i] = narrow(o, wide(o[i]) * gelu_tanh_slope(wide(a[i])))
 
 
 def dropout(
@@ -220,9 +223,9 @@ def dropout(
         out.array.fill(0.0)
         return
     seed, step = (int(word) for word in key.array)
-    _dropout(
-        x.array.reshape(samples, -1),
-        out.array.reshape(samples, -1),
+    _dropout[x.dtype](
+        bits(x).reshape(samples, -1),
+        bits(out).reshape(samples, -1),
         first_sample,
         site,
         seed,
@@ -232,9 +235,7 @@ def dropout(
     )
 
 
-@kernel(
-    "void(float32[:, ::1], float32[:, ::1], int64, int64, int64, int64, uint32, float32)", cost=0.5
-)
+@forms("void(T[:, ::1], T[:, ::1], int64, int64, int64, int64, uint32, float32)", cost=0.5)
 def _dropout(
     x: Any,
     out: Any,
@@ -254,5 +255,5 @@ def _dropout(
         o = out[sample, lo : lo + _TILE]
         keep_factors(o, lo, first_sample + sample, site, seed, step, threshold, scale)
         for i in range(o.size):
-            # A dropped element is 0 even where x is not finite.
-            o[i] = a[i] * o[i] if o[i] != f32(0.0) else f32(0.0)
+            # A dropped element is 0 even where x is not finite. bfloat16 would round the factor.
+            o[i] = narrow(o, wide(a[i]) * scale if wide(o[i]) != f32(0.0) else f32(0.0))

@@ -9,70 +9,103 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from forge.backends.cpu import jit, store, threads
 from forge.errors import DeviceError
 
 # More processes would each import Numba to compile a kernel or two.
 _MOST_WORKERS = 8
+_F32, _BF16 = "float32", "bfloat16"
 _EVAL = (
-    "embedding:_embedding",
-    "norm:_layernorm",
-    "norm:_add_layernorm",
-    "attention:_attention",
-    "linear:_tiles",
-    "loss:_losses",
+    "embedding:_embedding:T",
+    "norm:_layernorm:T",
+    "norm:_add_layernorm:T",
+    "heads:attention",
+    "wide_product:_tiles",
+    "loss:_losses:T",
     "loss:_weighted_sum",
 )
-# What each kind of work calls. Another kernel is compiled alone, at its first call.
+# What each kind of work calls, T and U standing for the dtypes of the work: float32, or bfloat16
+# with sums in float32. Another kernel is compiled alone, at its first call.
 NEEDED: dict[str, tuple[str, ...]] = {
     "eval": _EVAL,
     "train": (
         *_EVAL,
         "loss:_losses_and_gradients",
-        "norm:_backward",
-        "attention:_attention_backward",
-        "pointwise:_gelu_backward",
-        "pointwise:_same_shape",
-        "pointwise:_scale",
-        "reduce:_sum_rows",
-        "embedding:_scatter_add_rows",
-        "embedding:_position_backward",
-        "update:_global_norm",
-        "update:_adamw",
+        "norm:_backward:T",
+        "heads:attention_backward",
+        "pointwise:_gelu_backward:T",
+        "pointwise:_same_shape:T",
+        "pointwise:_same_shape:U",
+        "pointwise:_scale:T,T",
+        "pointwise:_scale:U,U",
+        "reduce:_sum_rows:T,U",
+        "embedding:_scatter_add_rows:T,U",
+        "embedding:_position_backward:T,U",
+        "update:_global_norm:U",
+        "update:_adamw:U,T",
     ),
-    "dropout": ("pointwise:_dropout",),
+    "dropout": ("pointwise:_dropout:T",),
     "generate": (
-        "embedding:_embedding",
-        "norm:_layernorm",
-        "norm:_add_layernorm",
-        "attention:_attention",
-        "attention:_cached_one",
-        "layout:append",
-        "linear:_tiles",
-        "few_rows:few_rows",
+        "embedding:_embedding:T",
+        "norm:_layernorm:T",
+        "norm:_add_layernorm:T",
+        "heads:attention",
+        "attention:_cached_one:T",
+        "layout:append:T",
+        "wide_product:_tiles",
+        "few_rows:few_rows:T",
+    ),
+}
+# What stands in for a kernel of float32 alone; training's products of bfloat16 also have sums in
+# float32, for the weights' gradients.
+_LOW = {
+    "heads:attention": ("heads:low_attention",),
+    "heads:attention_backward": ("heads:low_attention_backward",),
+    "wide_product:_tiles": ("low_product:_product:T,T",),
+    "loss:_losses_and_gradients": (
+        "loss:_low_losses_and_gradients",
+        "low_product:_product:T,U",
     ),
 }
 
 
-def prepare(*kinds: str) -> None:
-    """Compile what these kinds of work call, keys of `NEEDED` or "all", unless it is stored.
+def names(kind: str, dtype: str) -> list[str]:
+    """Names of the kernels that a kind of work calls in a dtype, without the package's."""
+    found = []
+    for each in NEEDED[kind]:
+        for name in _LOW.get(each, (each,)) if dtype == _BF16 else (each,):
+            module, function, *form = name.split(":")
+            dtypes = [
+                {"T": dtype, "U": _F32}[letter] for part in form for letter in part.split(",")
+            ]
+            found.append(":".join((module, function, *([",".join(dtypes)] if dtypes else []))))
+    return list(dict.fromkeys(found))
+
+
+def prepare(*kinds: str, dtype: str = _F32) -> None:
+    """Compile what these kinds of work call in a dtype, unless it is stored.
+
+    The kinds are keys of `NEEDED`, or "all": every kernel, whatever its dtype.
 
     Raises `DeviceError` when a compiler process fails; what was compiled is kept.
     """
     if "all" in kinds:
         fill(every())
         return
-    names = dict.fromkeys(name for kind in kinds for name in NEEDED[kind])
-    fill([_find(f"{__package__}.{name}") for name in names])
+    wanted = dict.fromkeys(name for kind in kinds for name in names(kind, dtype))
+    fill([_find(f"{__package__}.{name}") for name in wanted])
 
 
 def every() -> list[jit.Kernel]:
     """All kernels of this backend."""
-    found = []
+    found: list[Any] = []
     for source in sorted(Path(__file__).parent.glob("*.py")):
         module = importlib.import_module(f"{__package__}.{source.stem}")
-        found += [value for value in vars(module).values() if isinstance(value, jit.Kernel)]
+        for value in vars(module).values():
+            found += value.values() if isinstance(value, jit.Forms) else [value]
+    found = [value for value in found if isinstance(value, jit.Kernel)]
     return list({kernel.name: kernel for kernel in found}.values())
 
 
@@ -158,6 +191,10 @@ def work(claims: str, *names: str) -> None:
 
 
 def _find(name: str) -> jit.Kernel:
-    module, function = name.split(":")
-    kernel: jit.Kernel = getattr(importlib.import_module(module), function)
+    module, function, *form = name.split(":")
+    found: Any = getattr(importlib.import_module(module), function)
+    if form:
+        dtypes = form[0].split(",")
+        found = found[dtypes[0] if len(dtypes) == 1 else tuple(dtypes)]
+    kernel: jit.Kernel = found
     return kernel

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from forge.backends.cpu.jit import kernel
+from forge.backends.cpu.bfloat16 import bits, narrow, wide
+from forge.backends.cpu.jit import forms
 from forge.tensor import Tensor
 
 f32 = np.float32
@@ -21,10 +22,10 @@ _ROWS = 64
 
 def sum_rows(x: Tensor, *, out: Tensor) -> None:
     """out[c] += sum over n of x[n, c]."""
-    _sum_rows(x.array, out.array)
+    _sum_rows[x.dtype, out.dtype](bits(x), bits(out))
 
 
-@kernel("void(float32[:, ::1], float32[::1])", cost=0.4)
+@forms("void(T[:, ::1], U[::1])", cost=0.4)
 def _sum_rows(x: Any, out: Any) -> None:
     N, C = x.shape
     tiles = (N + _ROWS - 1) // _ROWS
@@ -33,15 +34,19 @@ def _sum_rows(x: Any, out: Any) -> None:
         total = partial[t]
         rows = x[t * _ROWS : (t + 1) * _ROWS]
         for c in range(C):
-            total[c] = rows[0, c]
+            total[c] = wide(rows[0, c])
         for n in range(1, rows.shape[0]):
             row = rows[n]
             for c in range(C):
-                total[c] += row[c]
-    for t in range(tiles):
+                total[c] += wide(row[c])
+    for t in range(1, tiles):
         total = partial[t]
         for c in range(C):
-            out[c] += total[c]
+            partial[0, c] += total[c]
+    if tiles > 0:
+        total = partial[0]
+        for c in range(C):
+            out[c] = narrow(out, wide(out[c]) + total[c])
 
 
 def sum_to(x: Tensor, *, out: Tensor) -> None:
@@ -52,10 +57,10 @@ def sum_to(x: Tensor, *, out: Tensor) -> None:
         C = int(np.prod(kept, dtype=np.int64))
         out.array.fill(0.0)
         if x.size:
-            _sum_rows(x.array.reshape(-1, C), out.array.reshape(-1))
+            _sum_rows[x.dtype, out.dtype](bits(x).reshape(-1, C), bits(out).reshape(-1))
         return
     # In float64: NumPy adds floats along an outer dimension one by one.
-    np.copyto(out.array, x.array.sum(axis=axes, keepdims=True, dtype=np.float64))
+    out.array[...] = x.array.astype(np.float64).sum(axis=axes, keepdims=True)
 
 
 def max(x: Tensor, *, out: Tensor, mask: Tensor | None = None, axis: tuple[int, ...]) -> None:
@@ -64,7 +69,7 @@ def max(x: Tensor, *, out: Tensor, mask: Tensor | None = None, axis: tuple[int, 
     if mask is not None:
         ties = x.array == out.array
         with np.errstate(invalid="ignore"):
-            np.divide(ties, ties.sum(axis=axis, keepdims=True), out=mask.array, casting="same_kind")
+            mask.array[...] = ties / ties.sum(axis=axis, keepdims=True)
 
 
 def finite(x: Tensor) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from forge.backends.cpu.jit import kernel, routine
+from forge.backends.cpu.bfloat16 import bits, narrow, wide
+from forge.backends.cpu.jit import forms, routine
 from forge.tensor import Tensor
 
 f32 = np.float32
@@ -19,7 +20,7 @@ _TILE = 16384
 
 def global_norm(x: Tensor, *, out: Tensor) -> None:
     """out = the Euclidean norm of x."""
-    _global_norm(x.array.reshape(-1), out.array.reshape(-1))
+    _global_norm[x.dtype](bits(x).reshape(-1), out.array.reshape(-1))
 
 
 @routine
@@ -27,12 +28,12 @@ def _squares(x: Any) -> Any:
     """Sum of squares in float64, which neither overflows nor loses small terms among 1e8."""
     total = f64(0.0)
     for i in range(x.size):
-        value = f64(x[i])
+        value = f64(wide(x[i]))
         total += value * value
     return total
 
 
-@kernel("void(float32[::1], float32[::1])")
+@forms("void(T[::1], float32[::1])")
 def _global_norm(x: Any, out: Any) -> None:
     tiles = (x.size + _TILE - 1) // _TILE
     partial = np.empty(tiles, f64)
@@ -73,7 +74,8 @@ def adamw(
     step.array += 1
     count = int(step.array)
     clip = 1.0 if max_norm is None else min(1.0, max_norm / (float(norm.array) + 1e-6))
-    _adamw(
+    copy = np.empty(0, f32) if working is None else bits(working)
+    _adamw["float32", "float32" if working is None else "bfloat16"](
         param.array,
         grad.array,
         m.array,
@@ -89,14 +91,15 @@ def adamw(
         f32(1.0 / (1.0 - beta1**count)),
         f32(1.0 / (1.0 - beta2**count)),
         f32(eps),
+        copy,
     )
-    if working is not None:
-        np.copyto(working.array, param.array, casting="unsafe")
 
 
-@kernel(
-    "void(float32[::1], float32[::1], float32[::1], float32[::1], int64[:, ::1], float32[:, ::1],"
-    " float32, float32, float32, float32, float32, float32, float32, float32, float32)",
+@forms(
+    "void(T[::1], T[::1], T[::1], T[::1], int64[:, ::1], float32[:, ::1], float32, float32,"
+    " float32, float32, float32, float32, float32, float32, float32, U[::1])",
+    ("float32", "float32"),
+    ("float32", "bfloat16"),
 )
 def _adamw(
     param: Any,
@@ -114,7 +117,9 @@ def _adamw(
     correct1: Any,
     correct2: Any,
     eps: Any,
+    working: Any,
 ) -> None:
+    """`working` is a copy of param to rewrite, or of size 0."""
     for t in prange(tiles.shape[0]):
         start, stop, segment = tiles[t, 0], tiles[t, 1], tiles[t, 2]
         rate = lr * rates[segment, 0]
@@ -130,3 +135,7 @@ def _adamw(
             first[i] = mean
             second[i] = square
             p[i] = p[i] * keep - rate * (mean * correct1) / (np.sqrt(square * correct2) + eps)
+        # While the tile is in the cache.
+        copy = working[start:stop]
+        for i in range(copy.size):
+            copy[i] = narrow(copy, p[i])
