@@ -21,7 +21,8 @@ _UINT16 = np.dtype(np.uint16)
 
 def bits(x: Tensor) -> np.ndarray:
     """x's array as kernels take it: bfloat16 as uint16."""
-    return x.array.view(_UINT16) if x.dtype == "bfloat16" else x.array  # type: ignore[no-any-return]
+    array: np.ndarray = x.array
+    return array.view(_UINT16) if x.dtype == "bfloat16" else array
 
 
 def f32_of(x: Tensor) -> np.ndarray:
