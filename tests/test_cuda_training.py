@@ -82,6 +82,7 @@ def test_a_bfloat16_step_agrees_with_a_float32_one(device, config, batch, bound)
     [
         ("reference", "bf16", SMALL, 2),
         ("cpu", "fp32", SMALL, 2),
+        ("cpu", "bf16", SMALL, 2),
         on_a_gpu("cuda", "bf16", WIDE, 4),
         on_a_gpu("cuda", "fp32", WIDE, 2),
     ],

@@ -183,7 +183,7 @@ def test_unknown_names_are_refused(name):
         Tape(recompute=[name])
 
 
-def counting(saves=("out",), remake=False):
+def counting(saves=("out",), remake=False, exact=None):
     """exp as an op that counts how often its body runs."""
     calls = []
 
@@ -200,7 +200,7 @@ def counting(saves=("out",), remake=False):
 
     if remake:
 
-        @counted.remake("out", needs=("x",))
+        @counted.remake("out", needs=("x",), exact=exact)
         def _(node):
             calls.append("remake")
             return ops.exp(node.x)
@@ -248,6 +248,16 @@ def test_a_remake_is_used_where_one_is_declared():
     x = tape.leaf(ref([0.5]))
     tape.backward(counted(x))
     assert calls == ["run", "remake"]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_op_is_rerun_where_its_remake_gives_other_bits(exact):
+    asked = []
+    counted, calls = counting(remake=True, exact=lambda out: asked.append(out.shape) or exact)
+    tape = Tape(recompute={"test.counted.out"})
+    tape.backward(counted(tape.leaf(ref([0.5]))))
+    assert calls == ["run", "remake" if exact else "run"]
+    assert asked == [(1,)]
 
 
 def test_a_block_reruns_even_where_a_remake_is_declared():

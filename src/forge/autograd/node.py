@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge.dtypes import accumulator
 from forge.errors import TapeError
@@ -43,6 +43,19 @@ class Var:
         return f"Var({self.id}, {self.value!r})"
 
 
+class Remake(NamedTuple):
+    """How an output is made again from other values, cheaper than by rerunning the op.
+
+    `function` takes an object with the values that it `needs` and the attributes; `exact` says of
+    an output whether that gives its bits, by default always.
+    """
+
+    output: str
+    needs: tuple[str, ...]
+    function: Callable[[Any], Tensor]
+    exact: Callable[[Tensor], bool] | None
+
+
 @dataclass(slots=True, eq=False)
 class Primitive:
     """An op with a kernel, as the tape knows it.
@@ -50,8 +63,7 @@ class Primitive:
     `run(inputs, arguments)` takes the ids of tracked inputs and all arguments by name, and returns
     outputs and extras by name. `differentiable` is "twice" (its rule is made of ops that have
     rules), "once" or "no"; a `view` shares its input's storage; `buffers` are keywords that only
-    rules pass; `remake` makes an output again from other values, cheaper than by rerunning the op:
-    its name, the names it needs, and a function of an object with those and the attributes.
+    rules pass.
     """
 
     name: str
@@ -62,7 +74,7 @@ class Primitive:
     view: bool
     buffers: tuple[str, ...]
     rule: Callable[..., dict[str, Any]] | None = None
-    remake: tuple[str, tuple[str, ...], Callable[[Any], Tensor]] | None = None
+    remake: Remake | None = None
 
 
 @dataclass(slots=True, eq=False)

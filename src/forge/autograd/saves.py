@@ -101,10 +101,11 @@ class Saves:
         if not dropped:
             return ()
         reads, cheaper = (*node.inputs, *node.constants), False
-        if op.remake is not None and self._region == NOWHERE:
-            output, needs, _ = op.remake
-            cheaper = dropped == [output] and {*needs} <= {*reads, *made}
-            reads = needs if cheaper else reads
+        remake = op.remake
+        if remake is not None and self._region == NOWHERE and dropped == [remake.output]:
+            exact = remake.exact is None or remake.exact(made[remake.output])
+            cheaper = exact and {*remake.needs} <= {*reads, *made}
+            reads = remake.needs if cheaper else reads
         self._plans[node.index] = cheaper, reads
         return reads
 
@@ -122,7 +123,7 @@ class Saves:
             node, (cheaper, reads) = self._nodes[index], self._plans[index]
             values = {**node.attributes, **{name: self.value(node, name) for name in reads}}
             if cheaper and node.op.remake is not None:
-                output, _, function = node.op.remake
-                self.remade[index] = {output: function(SimpleNamespace(**values))}
+                remake = node.op.remake
+                self.remade[index] = {remake.output: remake.function(SimpleNamespace(**values))}
             else:
                 self.remade[index] = node.op.run(node.inputs, values)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from forge.autograd.node import NodeView, Primitive, Var
+from forge.autograd.node import NodeView, Primitive, Remake, Var
 from forge.autograd.tape import Tape
 from forge.errors import ArgumentError, DtypeError
 from forge.tensor import Tensor
@@ -48,8 +48,13 @@ class Op(Protocol):
     def rule(self, function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         """Decorator: the op's gradient rule."""
 
-    def remake(self, output: str, needs: tuple[str, ...]) -> Callable[..., Any]:
-        """Decorator: how a dropped output is made again from other values of the node."""
+    def remake(
+        self, output: str, needs: tuple[str, ...], exact: Callable[[Tensor], bool] | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: how a dropped output is made again from other values of the node.
+
+        `exact(output)` is False where that would give other bits: there the op is rerun.
+        """
 
 
 def op(
@@ -119,14 +124,16 @@ def op(
             primitive.rule = function
             return function
 
-        def remake(output: str, needs: tuple[str, ...]) -> Callable[..., Any]:
+        def remake(
+            output: str, needs: tuple[str, ...], exact: Callable[[Tensor], bool] | None = None
+        ) -> Callable[..., Any]:
             if output not in outputs:
                 raise ArgumentError(
                     f"[{primitive.name}] expected to remake one of {list(outputs)}, got {output!r}"
                 )
 
             def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-                primitive.remake = output, needs, function
+                primitive.remake = Remake(output, needs, function, exact)
                 return function
 
             return declare

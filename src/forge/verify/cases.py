@@ -166,6 +166,9 @@ def _products() -> list[Case]:
             for x, m, bias, gelu in (
                 ((7, 33), 5, True, None),
                 ((130, 80), 129, True, "tanh"),
+                # Widths for which cuBLASLt's own epilogues serve.
+                ((130, 80), 96, True, "tanh"),
+                ((130, 80), 96, True, None),
                 ((2, 3, 16), 33, True, "erf"),
                 ((2, 3, 16), 33, False, "tanh"),
                 ((7, 33), 1, False, None),
