@@ -234,28 +234,36 @@ class Tape:
             self._tell("backward", op.name, node.index, taken)
         result: Any = op.rule(NodeView(self, node, create_graph), *douts)
         given = {}
-        for name in node.inputs:
+        for name, identity in node.inputs.items():
             if result.__class__ is not dict or name not in result:
                 raise GradientError(
                     f"[{op.name}] expected its rule to return a gradient of {name!r}, or None, "
                     f"got {list(result) if isinstance(result, dict) else result}"
                 )
-            if result[name] is not None:
-                dx = self._add(node, name, result[name], grads, sums)
-                if self._hooks:
-                    given[f"d{name}"] = dx
+            dx, spec, buffer = result[name], self.specs[identity], self.buffers.get(identity)
+            if dx is not None and dx is not buffer:
+                # Most fit as they are, and need no call.
+                same = dx.__class__ is Tensor and dx.shape == spec.shape
+                same = same and dx.dtype == spec.dtype and dx.device is spec.device
+                if buffer is not None or not same:
+                    dx = self._fitted(op, name, spec, buffer, dx)
+                before = grads.get(identity) if buffer is None else buffer
+                tensors = before.__class__ is dx.__class__ is Tensor
+                if before is None:
+                    grads[identity] = dx
+                elif before is buffer or (identity in sums and tensors):
+                    self.arithmetic.add_(before, dx)
+                else:
+                    # In place only into the sums that are made here.
+                    grads[identity] = self.arithmetic.add(before, dx)
+                    sums.add(identity)
+            if self._hooks and dx is not None:
+                given[f"d{name}"] = dx
         if self._hooks:
             self._tell("backward", op.name, node.index, taken, given)
 
-    def _add(self, node: Node, name: str, dx: Any, grads: dict[int, Any], sums: set[int]) -> Any:
-        """Add dx to what other uses of the value gave; in place only into sums made here.
-
-        Returns dx summed over what broadcasting added; raises `GradientError` if it does not fit.
-        """
-        identity = node.inputs[name]
-        spec, buffer, before = self.specs[identity], self.buffers.get(identity), grads.get(identity)
-        if dx is buffer:
-            return dx
+    def _fitted(self, op: Primitive, name: str, spec: Spec, buffer: Tensor | None, dx: Any) -> Any:
+        """dx summed over what broadcasting added; raises `GradientError` if it does not fit."""
         fits = dx.__class__ is Tensor or dx.__class__ is Var
         if fits and dx.shape != spec.shape and _broadcasts(spec.shape, dx.shape):
             dx = self.arithmetic.sum_to(dx, spec.shape)
@@ -267,18 +275,9 @@ class Tape:
             or (buffer is not None and dx.storage is buffer.storage)
         ):
             raise GradientError(
-                f"[{node.op.name}] expected its rule to return d{name} as {spec}, or its buffer "
+                f"[{op.name}] expected its rule to return d{name} as {spec}, or its buffer "
                 f"once added to, got {dx!r}"
             )
-        if buffer is not None:
-            self.arithmetic.add_(buffer, dx)
-        elif before is None:
-            grads[identity] = dx
-        elif identity in sums and before.__class__ is dx.__class__ is Tensor:
-            self.arithmetic.add_(before, dx)
-        else:
-            grads[identity] = self.arithmetic.add(before, dx)
-            sums.add(identity)
         return dx
 
     def summary(self) -> str:
