@@ -13,6 +13,7 @@ import pytest
 from numba import prange
 
 import forge
+from forge import cache
 from forge.backends.cpu import (
     compiler,
     embedding,
@@ -49,27 +50,27 @@ COMPILING = "[forge] compiling 2 CPU kernels for this machine, once (about 1 s)â
 EACH = "[forge] compiling CPU kernels for this machine, once, each at its first useâ€¦\n"
 
 
-def start(code: str, cache: Path, **environment: str) -> subprocess.Popen:
+def start(code: str, home: Path, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, "XDG_CACHE_HOME": str(cache), **environment},
+        env={**os.environ, "XDG_CACHE_HOME": str(home), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def run(code: str, cache: Path, **environment: str) -> tuple[str, str]:
-    process = start(code, cache, **environment)
+def run(code: str, home: Path, **environment: str) -> tuple[str, str]:
+    process = start(code, home, **environment)
     out, notices = process.communicate(timeout=300)
     assert process.returncode == 0, notices
     return out.strip(), notices
 
 
-def stored(cache: Path) -> dict[str, tuple[str, ...]]:
+def stored(home: Path) -> dict[str, tuple[str, ...]]:
     """Names of the kernels in a cache, with the keys of each."""
     found: dict[str, tuple[str, ...]] = {}
-    for path in sorted((cache / "forge" / "kernels").glob("*.kernel")):
+    for path in sorted((home / "forge" / "kernels").glob("*.kernel")):
         name, _, key = path.stem.rpartition("-")
         found[name] = (*found.get(name, ()), key)
     return found
@@ -155,7 +156,7 @@ def test_old_files_of_a_kernel_are_removed_but_not_the_newest(tmp_path, monkeypa
             os.utime(path, (1000 - age, 1000 - age))
     own = store.root() / "a.f-new.kernel"
     store.write(own, b"data")
-    assert store.read(own) == b"data"
+    assert cache.read(own) == b"data"
     kept = stored(tmp_path)
     assert kept["a.f"] == (*(f"{age:016}" for age in range(store._KEEP - 1)), "new")
     assert len(kept["a.f_2"]) == store._KEEP + 2

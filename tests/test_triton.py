@@ -486,6 +486,44 @@ def test_the_kernel_of_a_whole_model_compiles(apart, arch, processors, samples):
     assert apart(token_kernel, arch, processors, samples) > 1000
 
 
+@pytest.mark.parametrize("damage", [b"", b"\n", None])
+def test_a_damaged_binary_is_made_anew(tmp_path, monkeypatch, damage):
+    from forge.backends.cuda.triton_jit import Binary, cached
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    binary = Binary("name", 512, 128, b"a cubin\nof two lines")
+    made = []
+
+    def make():
+        made.append(binary)
+        return binary
+
+    assert [cached(("origin", n), make) for n in (1, 2, 1)] == [binary] * 3
+    assert len(made) == 2
+    files = list((tmp_path / "forge" / "cubins").iterdir())
+    for path in files:
+        # Cut short, or of the right length with one bit turned.
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]) if damage is None else damage)
+    assert [cached(("origin", n), make) for n in (1, 2, 1)] == [binary] * 3
+    assert len(made) == 4
+    assert sorted((tmp_path / "forge" / "cubins").iterdir()) == sorted(files)
+
+
+def test_a_cache_that_cannot_be_written_costs_the_next_start(tmp_path, monkeypatch):
+    from forge.backends.cuda import device, pointwise, triton_jit
+
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    monkeypatch.setattr(device, "arch", lambda: 90)
+    constants = (("FORM", "tanh"), ("BLOCK", 1024))
+    kinds = ("*fp32:16", "*fp32:16", "*fp32:16", "i32:16")
+    wanted = triton_jit.Variant(pointwise._gelu_backward, kinds, constants, 4, 3, True)
+    with pytest.warns(UserWarning, match="kernels are compiled again next time: .*Not a directory"):
+        assert triton_jit._binary(wanted).name == "_gelu_backward"
+
+
 def test_arguments_lie_where_the_driver_reads_them():
     from forge.backends.cuda import triton_jit
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numba
 
+from forge import cache
 from forge.backends.cpu import compiler, loops, store, threads
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -79,7 +80,7 @@ class Kernel:
     def load(self, stored: bool = True) -> None:
         """Make it callable: from its file, else compiled, and stored unless told otherwise."""
         self._set_up()
-        data = store.read(self.file) if stored else None
+        data = cache.read(self.file) if stored else None
         if data is not None:
             result = compiler.unpacked(data)
         else:

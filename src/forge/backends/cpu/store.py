@@ -2,12 +2,11 @@
 
 `$XDG_CACHE_HOME/forge/kernels/<module>.<function>-<key>.kernel`, where the key hashes the kernel's
 module, all modules of this package that it imports, by itself or through others, the versions of
-Python, Numba and llvmlite, and the processor. A file is complete or absent, and carries a checksum.
+Python, Numba and llvmlite, and the processor.
 """
 
 import functools
 import hashlib
-import os
 import platform
 import re
 import sys
@@ -18,6 +17,8 @@ import llvmlite
 import llvmlite.binding
 import numba
 
+from forge import cache
+
 # Files of a kernel that are kept, the newest; each is 30 to 300 kB.
 _KEEP = 8
 _IMPORT = re.compile(
@@ -27,8 +28,7 @@ _IMPORT = re.compile(
 
 def root() -> Path:
     """The folder of all compiled kernels of this user."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "forge" / "kernels"
+    return cache.folder() / "kernels"
 
 
 def file(module: Path, function: str, signature: str) -> Path:
@@ -39,27 +39,9 @@ def file(module: Path, function: str, signature: str) -> Path:
     return root() / f"{module.stem}.{function}-{digest.hexdigest()[:16]}.kernel"
 
 
-def read(path: Path) -> bytes | None:
-    """What is stored there; None where nothing is, or where a disk has damaged it."""
-    try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    checksum, data = content[:32], content[32:]
-    return data if checksum == hashlib.sha256(data).digest() else None
-
-
 def write(path: Path, data: bytes) -> None:
-    """Store it at once and whole, and remove the oldest files of the same kernel."""
-    check()
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
-        try:
-            part.write(hashlib.sha256(data).digest() + data)
-            part.close()
-            os.replace(part.name, path)
-        except BaseException:
-            os.unlink(part.name)
-            raise
+    """Store it, and remove the oldest files of the same kernel."""
+    cache.write(path, data)
     kernel = path.name.rpartition("-")[0]
     for old in sorted(path.parent.glob(f"{kernel}-*.kernel"), key=_age)[_KEEP:]:
         old.unlink(missing_ok=True)

@@ -8,15 +8,15 @@ stays: on the machine, in `$XDG_CACHE_HOME/forge/cublaslt-<hash>.json`; in a run
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from forge import cache
 
 # The library's 64 bytes, as hexadecimal.
 _WRITTEN = re.compile(r"[0-9a-f]{128}")
@@ -72,10 +72,7 @@ class Table:
         """Add to the file what this process found; others may have added to it meanwhile."""
         written = json.dumps({**_read(self._path)[0], **self._tuned}, indent=0)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
-                file.write(written.encode())
-            os.replace(file.name, self._path)
+            cache.put(self._path, written.encode())
         except OSError as error:
             # A full or read-only disk costs the next start time, not this run.
             warnings.warn(f"products are timed anew next time: {error}", stacklevel=2)

@@ -12,10 +12,8 @@ out = op(a) op(b) is asked for as out^T = op(b)^T op(a)^T, with the operands swa
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +22,7 @@ from nvmath.bindings import cublasLt
 from forge import dtypes
 from forge.backends.cuda import device
 from forge.backends.cuda.algorithms import Table
+from forge.cache import folder
 from forge.errors import DeviceError
 from forge.tensor import Device, empty
 
@@ -288,9 +287,8 @@ def _workspace() -> Any:
 
 @cache
 def _table() -> Table:
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(chosen_for().encode()).hexdigest()[:16]
-    return Table(Path(cache_home) / "forge" / f"cublaslt-{name}.json")
+    return Table(folder() / f"cublaslt-{name}.json")
 
 
 def _layout(kind: int, rows: int, columns: int, ld: int, batch: int, step: int) -> int:

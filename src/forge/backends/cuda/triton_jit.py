@@ -11,18 +11,17 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
 import re
 import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from forge import cache
 from forge.tensor import Tensor
 
 # A kind that ends so is known to be a multiple of 16.
@@ -242,8 +241,9 @@ def _binary(wanted: Variant) -> Binary:
     arch = device.arch()
 
     def make() -> Binary:
-        with triton.knobs.cache.scope():
-            triton.knobs.cache.dir = str(_folder() / "triton")
+        # Triton keeps every stage of it, which nothing reads again once the binary is stored.
+        with triton.knobs.cache.scope(), tempfile.TemporaryDirectory(prefix="forge-") as stages:
+            triton.knobs.cache.dir = stages
             return compile_variant(wanted, arch)
 
     return cached((wanted.kernel.cache_key, *wanted[1:], triton.__version__, arch), make)
@@ -252,25 +252,17 @@ def _binary(wanted: Variant) -> Binary:
 def cached(origin: tuple[Any, ...], make: Callable[[], Binary]) -> Binary:
     """The binary that was made from `origin` before, from the disk, or else made and put there."""
     key = hashlib.sha256(repr((origin, Binary._fields)).encode()).hexdigest()[:32]
-    path = _folder() / key
-    try:
-        head, cubin = path.read_bytes().split(b"\n", 1)
+    path = cache.folder() / "cubins" / key
+    stored = cache.read(path)
+    if stored is not None:
+        head, cubin = stored.split(b"\n", 1)
         return Binary(**json.loads(head), cubin=cubin)
-    except FileNotFoundError:
-        pass
     binary = make()
     fields = binary._asdict()
     fields.pop("cubin")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(json.dumps(fields).encode() + b"\n" + binary.cubin)
-        os.replace(file.name, path)
+        cache.write(path, json.dumps(fields).encode() + b"\n" + binary.cubin)
     except OSError as error:
         # A full or read-only disk costs the next start time, not this run.
         warnings.warn(f"kernels are compiled again next time: {error}", stacklevel=2)
     return binary
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forge" / "cubins"
