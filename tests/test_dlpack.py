@@ -267,6 +267,28 @@ def test_what_a_gpu_holds_is_ready_on_our_stream(feigned):
         forge.from_dlpack(Exporter(theirs.array.T, device=(2, 0)))
 
 
+def test_what_a_gpu_holds_is_copied_as_what_the_host_holds(feigned):
+    array = np.arange(24.0).reshape(2, 3, 4)
+    frozen = array.copy()
+    frozen.flags.writeable = False
+    for theirs in (
+        array.T,
+        array[::-1, 1:, ::2],
+        np.broadcast_to(array[:, :1], (2, 5, 4)),
+        array[:, :0],
+        frozen,
+        array.astype(np.float16),
+        array.astype(ml_dtypes.bfloat16)[:, 1],
+    ):
+        results = []
+        for place in ((1, 0), (2, 0)):
+            x = forge.tensor(Exporter(theirs, device=place), "float32")
+            results.append((x.device.name, x.numpy().tolist()))
+        assert results == [("cpu", theirs.astype(np.float64).tolist())] * 2
+    with pytest.raises(ArgumentError, match="got a read-only array"):
+        forge.from_dlpack(Exporter(frozen, device=(2, 0)))
+
+
 def test_from_a_gpu_to_where_the_consumer_asks(feigned):
     x = forge.tensor(ONES, "int64", "cuda")
     assert np.from_dlpack(x, device="cpu").tolist() == ONES

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from forge import dlpack, dtypes
 from forge.errors import DeviceError, DtypeError, ForgeError, ShapeError
@@ -358,7 +359,15 @@ def _as_numpy(array: Any) -> np.ndarray:
         return np.asarray(array)
     if dlpack.place(array) == dlpack.CPU:
         return dlpack.take(array, None)
-    return from_dlpack(array).numpy()
+    # Strided or read-only, and of any dtype, as on the host: copied are the bytes that it spans.
+    device = Device("cuda")
+    taken = dlpack.take(array, device.memory.stream)
+    if not taken.size:
+        return np.empty(taken.shape, taken.dtype)
+    start, stop = byte_bounds(taken)
+    whole = Tensor((stop - start,), "bool", Borrowed(Buffer(start), taken, device), None).numpy()
+    first = taken.ctypes.data - start
+    return np.ndarray(taken.shape, taken.dtype, whole, first, taken.strides)
 
 
 def from_dlpack(array: Any) -> Tensor:
