@@ -304,6 +304,22 @@ def test_a_parallel_loop_may_assign_only_variables_of_its_own():
         loops.outlined(total, compiler.part)
 
 
+def test_a_parallel_loop_inside_another_statement_is_refused():
+    def in_a_branch(x):
+        if x.size:
+            for i in prange(x.size):
+                x[i] = 0
+
+    def in_a_loop(x):
+        for i in prange(x.size):
+            for j in prange(i):
+                x[i] = j
+
+    for function in (in_a_branch, in_a_loop):
+        with pytest.raises(TypeError, match=r"expected each prange loop as a statement of the"):
+            loops.outlined(function, compiler.part)
+
+
 def test_an_error_inside_a_parallel_loop_reaches_the_caller():
     @jit.kernel("void(int64, float32[::1])")
     def fill(size, out):

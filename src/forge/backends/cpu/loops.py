@@ -34,7 +34,7 @@ def outlined(
     A loop `for i in prange(n)` becomes a function (start, stop, variables it reads), made callable
     by `compiled`, and the call that shares 0 … n - 1 out among the threads. What a loop assigns
     stays inside it: results go into arrays. Raises `TypeError` for a loop that assigns a variable
-    made before it.
+    made before it, and for a `prange` elsewhere, which one thread would run.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
@@ -58,7 +58,13 @@ def outlined(
             scope[loop] = compiled(_compile(_loop(loop, captured, statement), file, scope, loop))
             statement = _call(loop, captured, statement)
         else:
-            known += sorted(_names([statement])[1])
+            used, made = _names([statement])
+            known += sorted(made)
+        if "prange" in used:
+            raise TypeError(
+                f"[{function.__name__}] expected each prange loop as a statement of the kernel "
+                "itself, got one inside another; call it range, or move it out"
+            )
         whole.append(statement)
     definition.body, definition.decorator_list = whole, []
     return _compile(definition, file, scope, function.__name__)

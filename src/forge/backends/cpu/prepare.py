@@ -167,8 +167,9 @@ def _run_workers(names: list[str], count: int) -> None:
         try:
             reports = [worker.communicate()[1].decode(errors="replace") for worker in workers]
         finally:
-            for worker in workers:  # none is left running, on Ctrl-C either
+            for worker in workers:  # none is left running, on Ctrl-C either, and writing claims
                 worker.kill()
+                worker.wait()
     for worker, report in zip(workers, reports, strict=True):
         if worker.returncode:
             raise DeviceError(
