@@ -12,7 +12,7 @@ from forge import graph, ops, tensor
 from forge.backends.cuda import device as gpu
 from forge.backends.cuda import precision
 from forge.backends.cuda.algorithms import Table
-from forge.errors import ConfigError
+from forge.errors import ConfigError, DeviceError
 from forge.run import choices
 from forge.tensor import Device
 
@@ -276,6 +276,27 @@ def test_an_algorithm_that_the_library_refuses_is_chosen_anew(library):
     cublaslt.begin_run(frozen)
     with pytest.warns(UserWarning, match="the same bits are no longer promised"):
         assert library.run() == 2
+
+
+def test_an_algorithm_refused_within_a_capture_is_chosen_anew_after_it(library, monkeypatch):
+    library.run()
+    library.refused = {1}
+    library.forget()
+    monkeypatch.setattr(cublaslt.device, "_capturing", True)
+    with (
+        pytest.warns(UserWarning, match="refuses the algorithm kept for a product"),
+        pytest.raises(DeviceError, match="expected no new product while a step is captured"),
+    ):
+        library.run()
+    monkeypatch.setattr(cublaslt.device, "_capturing", False)
+    assert library.run() == 2
+
+
+def test_a_product_that_no_algorithm_computes_is_refused_each_time(library):
+    library.refused = {0, 1, 2, 3}
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="expected a kernel of cuBLASLt, got none"):
+            library.run()
 
 
 # ---- Frozen with the run

@@ -300,6 +300,15 @@ def test_from_a_gpu_to_where_the_consumer_asks(feigned):
     assert copy.data != x.pointer
 
 
+def test_nothing_is_handed_over_within_a_capture(monkeypatch):
+    pytest.importorskip("cuda.bindings")
+    from forge.backends.cuda import device, memory
+
+    monkeypatch.setattr(device, "_capturing", True)
+    with pytest.raises(DeviceError, match="expected no hand-over to another library while a step"):
+        object.__new__(memory.CudaMemory).hand_over(1)
+
+
 # ---- A GPU
 
 

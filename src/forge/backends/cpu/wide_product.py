@@ -6,10 +6,11 @@ Which bits a row of C gets must not depend on how many rows come with it (a prom
 batch, a batch whole or in parts), nor on the thread count. OpenBLAS works on groups of rows and
 treats the rest of the last group otherwise, so a tile has whole groups of `_GROUP` rows: the last
 is padded. For products of up to a million multiply-adds OpenBLAS may choose other kernels, so tiles
-have more than that or, where N and K are small, all the same number of rows, `_SMALL`. So row i has the same bits in every product that holds it at the same place modulo 24
-(modulo `_SMALL` for small N and K). This was measured on OpenBLAS's cores Haswell and SkylakeX
-(`_PROVEN`), where the height of a tile may therefore follow the thread count. How columns are cut
-does show in the bits: N alone decides.
+have more than that or, where N and K are small, all the same number of rows, `_SMALL`. So row i has
+the same bits in every product that holds it at the same place modulo 24 (modulo `_SMALL` for small
+N and K). This was measured on OpenBLAS's cores Haswell and SkylakeX (`_PROVEN`), where the height
+of a tile may therefore follow the thread count. How columns are cut does show in the bits: N alone
+decides.
 
 With `trans_a` (weight gradients) the rows are a model's features, whose number never varies, and
 the last group is not padded.

@@ -193,6 +193,7 @@ class _Plan:
             self(a, b, out, alpha, bias, pre)
         except cublasLt.cuBLASLtError:
             # It refuses before it computes.
+            self.algorithm = None
             _table().refuse(self._key)
             return False
         _table().use(self._key, self.algorithm, tuned=False)
@@ -258,6 +259,7 @@ class _Plan:
             times.append(min(self._time(a, b, stand_in.pointer, bias, pre) for _ in range(ROUNDS)))
         best = int(np.argmin(times))
         if times[best] == float("inf"):
+            self.algorithm = None
             raise missing(p)
         return candidates[best]
 

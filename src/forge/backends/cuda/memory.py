@@ -103,8 +103,10 @@ class CudaMemory:
         """Let another library's stream wait for the work so far, as DLPack numbers streams.
 
         None and 1 are the default stream, 2 that of the thread, which are CUDA's own numbers too;
-        -1 asks for nothing.
+        -1 asks for nothing. Raises `DeviceError` within a capture, which is not done by then, and
+        would make the other stream a part of it.
         """
+        device.eager("hand-over to another library")
         if stream != -1:
             device.Event().record().hold(1 if stream is None else stream)
 
