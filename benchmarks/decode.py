@@ -39,9 +39,8 @@ DEFAULT = {
     ("cuda", "fp32"): "fused,math",
     ("cpu", "fp32"): "eager,compiled,bf16",
     ("cpu", "bf16"): "bf16",
-    ("cpu", "int8"): "bf16",
 }
-BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+BYTES = {"fp32": 4, "bf16": 2}
 
 
 def main():

@@ -20,7 +20,7 @@ class Peer(NamedTuple):
 def options_of(parser):
     """The options of all drivers."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "int8"])
+    parser.add_argument("--precision", choices=["fp32", "bf16"])
     parser.add_argument("--peers", help="names of PEERS, with commas between, or none")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
     parser.add_argument("--threads", type=int, help="CPU threads of every side (2 on a CPU)")
