@@ -215,16 +215,30 @@ def test_the_inner_loop_multiplies_pairs_and_spills_nothing(processor, more, fou
     assert done.stdout.strip() == found, done.stderr
 
 
+def test_every_size_follows_what_is_compiled_for():
+    """Not the processor at hand: a stored kernel's name tells the one, and not the other."""
+    code = "from forge.backends.cpu import micro, pairs, tiles; print(tiles.ROWS, micro.FAST)"
+    for features, found in (("+avx2,+fma", "6 False"), (FEATURES, "12 True")):
+        named = {"NUMBA_CPU_NAME": "znver4", "NUMBA_CPU_FEATURES": features}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **named},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.strip() == found, done.stderr
+
+
 # AMX's sizes, packing and blocks, around a tile that any processor computes.
 STAND_IN = """
 import itertools
 import ml_dtypes
 import numpy as np
-from forge.backends.cpu import amx, pairs, threads
+from forge.backends.cpu import amx, pairs, threads, tiles
 pairs.ROWS, pairs.WIDTH, pairs.STEP = amx.ROWS, amx.WIDTH, amx.STEP
 for name in ("prepare", "begin", "pair_tile", "end"):
     setattr(amx, name, getattr(pairs, name))
-pairs.supports = lambda feature: feature == "amx-bf16"
+tiles.supports = lambda feature: feature == "amx-bf16"
 from forge.backends.cpu import linear, micro
 assert micro.BY_ROW
 threads.set_threads(1)

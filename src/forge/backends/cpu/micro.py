@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from forge.backends.cpu import amx, pairs
-from forge.backends.cpu.tiles import LANES
+from forge.backends.cpu.tiles import LANES, supports
 
-_chosen: Any = amx if pairs.supports("amx-bf16") else pairs
+_chosen: Any = amx if supports("amx-bf16") else pairs
 # Whether products of bfloat16 are faster than float32's.
 FAST = pairs.NATIVE
 # Its tiles have ROWS x WIDTH sums and take STEP pairs of K at a time.

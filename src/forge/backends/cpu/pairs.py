@@ -9,26 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
-import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from forge.backends.cpu.jit import device
-from forge.backends.cpu.tiles import LANES
-
-
-def supports(feature: str) -> bool:
-    """Whether compiled code may use a feature of the processor, such as avx512bf16.
-
-    NUMBA_CPU_FEATURES limits it, as it limits what Numba compiles for.
-    """
-    named = numba.config.CPU_FEATURES
-    if named is not None:
-        return f"+{feature}" in named.split(",")
-    return bool(llvmlite.binding.get_host_cpu_features().get(feature))
-
+from forge.backends.cpu.tiles import LANES, supports
 
 # A tile has ROWS x WIDTH sums: 24 of AVX-512's 32 registers, and 12 of AVX2's 16, where 16 lanes
 # are two registers.

@@ -9,14 +9,27 @@ in the tile it lies, nor on the width of the machine's vectors.
 from typing import Any
 
 import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+
+def supports(feature: str) -> bool:
+    """Whether compiled code may use a feature of the processor, such as avx512bf16.
+
+    NUMBA_CPU_FEATURES limits it, as it limits what Numba compiles for.
+    """
+    named = numba.config.CPU_FEATURES
+    if named is not None:
+        return f"+{feature}" in named.split(",")
+    return bool(llvmlite.binding.get_host_cpu_features().get(feature))
+
+
 LANES = 16
 # 12 of the 16 registers of AVX2 (two of 8 floats make 16 lanes), 12 of the 32 of AVX-512: enough
 # independent sums to hide the latency of a multiply-add.
-ROWS = 12 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 6
+ROWS = 12 if supports("avx512f") else 6
 
 _WORD = ir.IntType(32)
 _INDEX = ir.IntType(64)
