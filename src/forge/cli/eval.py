@@ -50,7 +50,7 @@ def evaluate(
         CPU threads (default: as many as cores).
     weights
         fp32 or bf16: the number format of weights and activations (default: the run's precision
-        where the device is fast in it, else fp32). bf16 halves what decoding reads per token.
+        where the device is fast in it, else fp32).
     json_
         Print one JSON document.
     """
