@@ -167,9 +167,7 @@ def first(side, *how):
 
 @torch.no_grad()
 def decode(side, _style, attention, mode):
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(side.precision)
-    if dtype is None:
-        refuse(f"PyTorch's side has no {side.precision}")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[side.precision]
     torch.set_float32_matmul_precision("highest")
     if attention == "math":
         torch._inductor.config.coordinate_descent_tuning = True

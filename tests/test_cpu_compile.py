@@ -197,6 +197,28 @@ def test_an_unwritable_cache_is_named_and_kernels_still_run(tmp_path):
         assert notices.count("\n") <= 2
 
 
+def test_on_a_full_disk_kernels_still_run(tmp_path):
+    # A limit on the size of files lets small ones be made, as a disk does before it is full.
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+    for code in (PROGRAM, ALONE):
+        out, notices = run(full + code, tmp_path)
+        assert out == RESULT
+        assert notices.count("(File too large): kernels are compiled in memory") == 1
+    assert stored(tmp_path) == {}
+    assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.parametrize("error", ["ENOLCK", "EOPNOTSUPP"])
+def test_a_file_system_without_locks_will_do(tmp_path, error):
+    without = f"""
+import errno, fcntl
+def refuse(*_): raise OSError(errno.{error}, "no locks")
+fcntl.flock = refuse
+"""
+    assert run(without + PROGRAM, tmp_path) == (RESULT, COMPILING)
+    assert run(without + PROGRAM, tmp_path) == (RESULT, "")
+
+
 def test_a_filled_cache_may_be_read_only(tmp_path):
     run(PROGRAM, tmp_path)
     refuse = """

@@ -92,9 +92,9 @@ class Kernel:
         self.run = compiler.callable_of(self.function, result)
 
     def compile(self) -> None:
-        """Compile and store it, without loading it."""
+        """Compile and store it, without loading it; on a full disk that is for nothing."""
         self._set_up()
-        store.write(self.file, compiler.packed(self._compiled()))
+        self._save(compiler.packed(self._compiled()))
 
     def _set_up(self) -> None:
         """Make the functions known that the code refers to."""

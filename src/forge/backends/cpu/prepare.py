@@ -1,6 +1,7 @@
 """Compiling what a command needs before it begins, in as many processes as it may use cores."""
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -136,7 +137,7 @@ def _lock(path: Path) -> Iterator[None]:
     try:
         import fcntl
     except ImportError:
-        yield  # Windows: two processes then compile the same, and the files stay whole
+        yield  # Windows: two processes may compile the same then, and the files stay whole
         return
     with path.open("w") as file:
         try:
@@ -144,6 +145,10 @@ def _lock(path: Path) -> Iterator[None]:
         except BlockingIOError:
             jit.say("another process is compiling the CPU kernels; waiting for it…")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            # A file system without locks, such as some of NFS: as on Windows.
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
         yield
 
 
