@@ -22,8 +22,9 @@ ONES = [[1, 0, 1], [0, 1, 1]]
 class Exporter:
     """Another library's array, which speaks DLPack only; `old` ones know of no versions."""
 
-    def __init__(self, array, *, device=(1, 0), old=False):
+    def __init__(self, array, *, device=(1, 0), old=False, code=None):
         self.array = array
+        self.code = code
         self.device = device
         self.old = old
         self.streams = []
@@ -32,7 +33,10 @@ class Exporter:
         if self.old and "max_version" in keywords:
             raise TypeError("unexpected keyword argument 'max_version'")
         self.streams.append(keywords.pop("stream", None))
-        return dlpack.give(self.array, self.device[0], **keywords)
+        capsule = dlpack.give(self.array, self.device[0], **keywords)
+        if self.code is not None:
+            dlpack._tensor(capsule).code = self.code
+        return capsule
 
     def __dlpack_device__(self):
         return self.device
@@ -75,6 +79,9 @@ def test_what_cannot_be_shared_is_refused_by_name():
         (array.T, ShapeError, r"expected a contiguous array, got strides \(8, 24\)"),
         (frozen, ArgumentError, "got a read-only array; copy it with forge.tensor"),
         (array.astype(np.float16), DtypeError, "expected one of float32, .*, got NumPy's float16"),
+        ([1.0], DtypeError, "expected an array that speaks DLPack, got list; forge.tensor copies"),
+        (Exporter(array, code=10), DtypeError, "got DLPack's type code 10 of 64 bits, 1 lanes"),
+        (Exporter(array, code=4), DtypeError, "got DLPack's type code 4 of 64 bits, 1 lanes"),
         (Exporter(array, device=(8, 0)), DeviceError, "DLPack's device type 8, number 0"),
         (Exporter(array, device=(2, 3)), DeviceError, "DLPack's device type 2, number 3"),
     ):

@@ -22,6 +22,8 @@ from forge.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 CPU, CUDA = 1, 2
 HOST = {CPU, 3, 11, 13}
 UINT, BFLOAT = 1, 4
+# What NumPy reads: integers, floats, complex numbers, booleans.
+KNOWN = {0, UINT, 2, 5, 6}
 # The version of the structure that NumPy reads and writes.
 VERSION = (1, 0)
 BFLOAT16 = dtypes.NUMPY["bfloat16"]
@@ -74,7 +76,15 @@ def span(address: int, shape: tuple[int, ...], dtype: np.dtype, owner: Any) -> n
 
 
 def place(producer: Any) -> int:
-    """Where an object with `__dlpack__` lies: CPU or CUDA; raises `DeviceError` for elsewhere."""
+    """Where an object with `__dlpack__` lies: CPU or CUDA; raises `DeviceError` for elsewhere.
+
+    Raises `DtypeError` for an object without it.
+    """
+    if not hasattr(producer, "__dlpack_device__"):
+        raise DtypeError(
+            f"[from_dlpack] expected an array that speaks DLPack, got {type(producer).__name__}; "
+            "forge.tensor copies what NumPy reads"
+        )
     device, index = (int(x) for x in producer.__dlpack_device__())
     if device in HOST:
         return CPU
@@ -101,7 +111,7 @@ def take(producer: Any, stream: int | None) -> np.ndarray:
     tensor = _tensor(capsule)
     said = tensor.device_type, tensor.device_id, tensor.code
     low = (tensor.code, tensor.bits) == (BFLOAT, 16)
-    if tensor.lanes != 1 or (tensor.code == BFLOAT and not low):
+    if tensor.lanes != 1 or not (low or tensor.code in KNOWN):
         raise DtypeError(
             f"[from_dlpack] expected one of {', '.join(dtypes.NUMPY)}, got DLPack's type code "
             f"{tensor.code} of {tensor.bits} bits, {tensor.lanes} lanes; convert it first"
