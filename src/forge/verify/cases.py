@@ -73,7 +73,7 @@ def _pointwise() -> list[Case]:
                 tolerance=4,
                 mutates=("into_bias",),
             )
-            for x in SHAPES
+            for x in (*SHAPES, (3, 0))
             if x
         ),
         Case("dropout", {"x": (7, 33)}, {"p": 0.0, "key": None}, tolerance=0),

@@ -121,7 +121,7 @@ def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, sums: Tensor | None, fo
     result = read(dy) * slope.astype(v.dtype)
     write(out, result)
     if sums is not None:
-        _add_to(sums, result.reshape(-1, x.shape[-1]).sum(axis=0))
+        _add_to(sums, result.sum(axis=tuple(range(x.ndim - 1))))
 
 
 def dropout(
