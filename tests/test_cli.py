@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from forge import checkpoint, verify
+from forge.backends.cpu import prepare
 from forge.cli import app, main
 from forge.cli.stream import TextStream, printable
 from forge.config import load_toml, settings
@@ -194,12 +195,10 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_gets_one_line_and_exit_code_2(name, files, trained, call, monkeypatch):
     monkeypatch.chdir(files)
+    monkeypatch.setattr(prepare, "fill", lambda kernels: pytest.fail("compiles before it checks"))
     command, expected = MISTAKES[name]
     before = sorted(files.rglob("*"))
-    words = [
-        str(trained) if word == "RUN" else word.replace("{}", str(files))
-        for word in command.split()
-    ]
+    words = command.replace("RUN", str(trained)).replace("{}", str(files)).split()
     code, out, error = call(*words)
     assert (code, out) == (2, "")
     assert error.startswith("forge: [")

@@ -16,7 +16,7 @@ from forge.cli.machine import place
 from forge.data.text import load_dataset, read_text
 from forge.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 from forge.errors import DataError
-from forge.run import choices, evaluation, model
+from forge.run import evaluation, model
 
 
 def evaluate(
@@ -57,7 +57,6 @@ def evaluate(
     where = place(device, threads)
     found = model.load(trained, where, weights)
     name, tokens = _text(found, data)
-    choices.prepare(where, "eval", precision=found.params.precision)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("eval", total=None)

@@ -102,7 +102,6 @@ def generate(
             print(shown(piece), end="", flush=True)
         return streams[token.index].stopped
 
-    choices.prepare(where, "generate", precision=found.params.precision)
     slid = _SlidNotice(found.config.block_size)
     growing = tokens_of(
         found.model,
@@ -115,6 +114,8 @@ def generate(
         done=done,
         slid=slid,
     )
+    # Mistakes have been found by now: who made one need not wait for a compiler.
+    choices.prepare(where, "generate", precision=found.params.precision)
     if live:
         print(shown(texts[0]), end="", flush=True)
     deque(growing, maxlen=0)

@@ -19,6 +19,7 @@ from forge.data.tokenizer import Tokens
 from forge.errors import ArgumentError, DataError
 from forge.models.gpt2 import GPT2
 from forge.params import Params
+from forge.run import choices
 from forge.tensor import tensor
 
 # Tokens that go through the model at once.
@@ -51,6 +52,7 @@ def score(
 ) -> Score:
     """Score a text (1-D ids); `progress` is told how many of all windows are done.
 
+    First the kernels for it are compiled, unless this machine has them.
     Raises `ArgumentError` for a stride outside 1 to T, `DataError` for less than two tokens.
     """
     T = model.config.block_size
@@ -64,6 +66,7 @@ def score(
         raise DataError(f"[eval] expected at least 2 tokens, got {len(tokens)}; give a longer text")
     windows = 1 + max(0, -(-(len(tokens) - 1 - T) // stride))
     device = params.flat.device
+    choices.prepare(device, "eval", precision=params.precision)
     one = tensor(1.0, device=device)
     size = max(1, _BATCH_TOKENS // T)
     total, count = 0.0, 0
