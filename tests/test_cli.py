@@ -188,6 +188,7 @@ MISTAKES = {
     "no folder to plot in": ("plot RUN --out {}/absent/a.png", "expected a folder for --out"),
     "nothing to plot": ("plot {}/folder --out {}/a.png", "expected to read"),
     "op": ("verify --op gelo", "did you mean gelu?"),
+    "another word for a device": ("verify --device gpu", "did you mean cuda?"),
     "verify's model": ("verify --model {}/absent", "which does not exist"),
 }
 

@@ -204,6 +204,13 @@ def test_json_is_strict_and_complete(sabotage):
     assert "nan" in bad[0]["failures"][0]
 
 
+def test_rows_of_an_op_come_one_after_the_other():
+    cases = [case for case in CASES if case.op in ("neg", "sum", "transpose")]
+    apart = [*cases[::2], *cases[1::2], *cases[:1]]
+    ops = [result.op for result in run("reference", cases=apart)]
+    assert len([op for op, before in zip(ops, [None, *ops], strict=False) if op != before]) == 3
+
+
 def test_an_unknown_op_is_refused_with_the_nearest():
     with pytest.raises(forge.ArgumentError, match=r"\[verify\] .*'geluu'; did you mean gelu\?"):
         next(run(ops=["geluu"]))

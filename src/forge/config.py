@@ -87,7 +87,7 @@ class Config:
         None, "Training", "rise of the rate (default: a tenth, at most 100)", "[0, 1e12] steps"
     )
     schedule_steps: int | None = _setting(
-        None, "Training", "fall of the rate ends (default: the first --steps)", "[0, 1e12] steps"
+        None, "Training", "end of the rate's cosine (default: the first --steps)", "[0, 1e12] steps"
     )
     weight_decay: float = _setting(
         0.1, "Training", "AdamW's decay of matrices and embeddings", "[0, 100]"
@@ -244,7 +244,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"[config] expected a readable TOML file, got {error.strerror}: {path}"
+            f"[config] expected a readable TOML file, got {error.strerror}: {path}; "
+            f"paths begin at {Path.cwd()}"
         ) from None
     except ValueError as error:
         hint = "" if Path(path).suffix == ".toml" else f"; to train on a text: --data {path}"

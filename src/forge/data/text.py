@@ -187,15 +187,17 @@ def _read_folder(folder: Path) -> Text:
 def _read_file(path: Path) -> bytes:
     if not path.is_file():
         got = "something that is not a file" if path.exists() else "a path that does not exist"
-        raise DataError(f"[data] expected a text file or folder, got {got}: {path}")
+        raise DataError(
+            f"[data] expected a text file or folder, got {got}: {path}; paths begin at {Path.cwd()}"
+        )
     try:
         data = path.read_bytes()
     except OSError as error:
         _refuse(error)
     if b"\0" in data:
         raise DataError(
-            f"[data] expected text, got NUL bytes in {path} (a binary file, or UTF-16); "
-            "convert it to UTF-8 text"
+            f"[data] expected text, got NUL bytes in {path}; convert UTF-16 to UTF-8, and "
+            "give token files (.bin) to forge.data.loader.Loader, in Python"
         )
     return data
 

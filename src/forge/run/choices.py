@@ -7,6 +7,7 @@ longer promised.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.metadata
 import json
@@ -27,6 +28,8 @@ from forge.tensor import Device, zeros
 
 # The packages whose arithmetic a step is made of.
 _COMPUTING = ("numpy", "numba", "llvmlite", "scipy-openblas32", "ml_dtypes")
+# What --device takes.
+DEVICES = ("auto", "cpu", "cuda", "reference")
 # Weights and two moments, which wait on the host while a checkpoint is written.
 _SNAPSHOT_COPIES = 3
 
@@ -109,6 +112,12 @@ def find_device(name: str) -> tuple[Device, str]:
 
     Raises `DeviceError` for a device that is not there.
     """
+    if name not in DEVICES:
+        near = ["cuda"] if "gpu" in name else difflib.get_close_matches(name, DEVICES, n=1)
+        raise DeviceError(
+            f"[device] expected {', '.join(DEVICES)}, got {name!r}; "
+            f"did you mean {(near or DEVICES)[0]}?"
+        )
     if name != "auto":
         return Device(name), f"as --device {name} says"
     try:

@@ -69,9 +69,9 @@ def run(
     """Check rows of the table, yielding a Result as each is done.
 
     A row runs on the reference in float64 first, which holds the rules to differences, then on
-    `device`: in float32, and in each dtype that it has a kernel of its own for. `ops` picks rows by
-    op, `cases` replaces the table, and a `model`'s configuration adds rows of its real shapes.
-    Raises `ArgumentError` for an op without a row.
+    `device`: in float32, and in each dtype that it has a kernel of its own for. Rows of an op come
+    one after the other. `ops` picks rows by op, `cases` replaces the table, and a `model`'s
+    configuration adds rows of its real shapes. Raises `ArgumentError` for an op without a row.
     """
     device = Device(device)
     rows = [*(CASES if cases is None else cases), *(() if model is None else model_cases(model))]
@@ -81,7 +81,8 @@ def run(
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"choose from: {', '.join(known)}"
             raise ArgumentError(f"[verify] expected an op of the table, got {name!r}; {hint}")
-    for case in rows:
+    first = {case.op: place for place, case in reversed([*enumerate(rows)])}
+    for case in sorted(rows, key=lambda case: first[case.op]):
         if ops is None or case.op in ops:
             if case.thorough:
                 yield check(case, REFERENCE, "float64")
