@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numba.np.ufunc import parallel
 
-from forge.backends.cpu import jit, linear, norm, reduce, threads, update
+from forge.backends.cpu import jit, linear, loss, norm, reduce, threads, update
 from forge.backends.cpu.mathlib import exp, normal_cdf, sigmoid, tanh
+from forge.dtypes import ITEMSIZE
 from forge.errors import ArgumentError
 from forge.tensor import Tensor, tensor, zeros_like
 
@@ -152,6 +153,27 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(rng, N, K, trans_b):
     few = rows(0, 8)
     for start, stop in ((0, 1), (3, 4), (2, 8), (7, 8)):
         np.testing.assert_array_equal(rows(start, stop), few[start:stop])
+
+
+def test_padding_takes_a_small_part_of_the_operands():
+    """One group of rows is copied, not all of a tile: of logits that would be 100 MiB."""
+    for M, N, K in ((232, 768, 50257), (1024, 768, 3072), (1024, 2304, 768)):
+        scratch = sum(linear.product_workspace("float32", "float32", (M, N), K))
+        assert scratch < 4 * (M * K + M * N) / 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("classes", [1, 256, 9001, 50257, 10**6])
+@pytest.mark.parametrize("rows", [0, 1, 23, 240, 768, 1024, 5000])
+def test_chunks_of_logits_are_even_and_fit(rows, classes, dtype):
+    chunk = loss.chunk_rows(rows, classes, dtype)
+    nbytes = chunk * classes * ITEMSIZE[dtype]
+    assert nbytes <= loss.LOGITS_BYTES
+    assert chunk <= loss.MOST_ROWS
+    if rows > chunk >= 24:
+        assert chunk % 24 == 0
+        count = -(-rows // chunk)
+        assert chunk - (rows - (count - 1) * chunk) < 24 * count
 
 
 def test_products_survive_a_pool_of_more_threads_than_forge_was_given(thread_counts, rng):

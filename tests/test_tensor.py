@@ -178,6 +178,13 @@ def test_reshape_shares_storage_and_version():
     assert x.storage.version == 1
 
 
+def test_a_view_that_changes_nothing_is_the_tensor_itself():
+    x = forge.tensor(np.ones((2, 3)))
+    assert x.view((2, 3)) is x
+    assert x.view((3, 2)).shape == (3, 2)
+    assert x.view((1, 3), 3).offset == 3
+
+
 def test_views_of_a_flat_buffer():
     flat = forge.tensor(np.arange(10.0))
     a, b = flat.view((2, 2)), flat.view((2, 3), 4)

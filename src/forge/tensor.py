@@ -167,13 +167,16 @@ class Tensor:
 
         Raises `ShapeError` where the view would reach past the end.
         """
-        count, size = math.prod(shape), math.prod(self.shape)
+        if shape == self.shape and offset == 0:
+            return self
+        array = self.array
+        # The array knows its size.
+        count, size = math.prod(shape), math.prod(self.shape) if array is None else array.size
         if not 0 <= offset <= offset + count <= size:
             raise ShapeError(
                 f"[view] expected at most {size - offset} elements from {offset} on, "
                 f"got {shape}; the base has shape {self.shape}"
             )
-        array = self.array
         if array is not None:
             if count != size:
                 array = array.reshape(-1)[offset : offset + count]
@@ -288,16 +291,19 @@ class Spec:
 
         With `wider` its dtype may also be a wider floating one.
         """
-        error: type[ForgeError] | None
-        finer = wider and dtypes.EPSILON.get(getattr(x, "dtype", ""), 1.0)
+        error: type[ForgeError]
         if getattr(x, "shape", None) != self.shape:
             error = ShapeError
-        elif x.dtype != self.dtype and not 0 < finer < dtypes.EPSILON[self.dtype]:
+        elif x.dtype != self.dtype and not (wider and self._narrower_than(x.dtype)):
             error = DtypeError
+        elif x.device is not self.device:
+            error = DeviceError
         else:
-            error = None if x.device is self.device else DeviceError
-        if error is not None:
-            raise error(f"[{op}] expected {what} as {self}, got {x!r}")
+            return
+        raise error(f"[{op}] expected {what} as {self}, got {x!r}")
+
+    def _narrower_than(self, dtype: str) -> bool:
+        return dtypes.EPSILON.get(dtype, 1.0) < dtypes.EPSILON[self.dtype]
 
 
 def empty(shape: Shape, dtype: str, device: Device) -> Tensor:

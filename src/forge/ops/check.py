@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from forge.autograd.node import Var
 from forge.dtypes import FLOATING, accumulator
 from forge.errors import ArgumentError, DeviceError, DtypeError, GradientError, ShapeError
@@ -49,27 +51,33 @@ def tensors(op: str, **args: Any) -> Device:
 
 def floating(op: str, **args: Any) -> Device:
     """Raise unless all are floating Tensors of one dtype on one device; None is passed over."""
-    device = tensors(op, **args)
-    dtype = None
+    first: Any = None
     for x in args.values():
         if x is None:
             continue
-        if dtype is None:
-            dtype = x.dtype
-        if x.dtype != dtype or dtype not in FLOATING:
-            raise DtypeError(
-                f"[{op}] expected floating Tensors of one dtype, got {describe(args)}; "
-                "convert with ops.cast"
-            )
-    return device
+        first = x if first is None else first
+        if x.__class__ is not Tensor or x.device is not first.device or x.dtype != first.dtype:
+            break
+    else:
+        if first is not None and first.dtype in FLOATING:
+            device: Device = first.device
+            return device
+    tensors(op, **args)
+    raise DtypeError(
+        f"[{op}] expected floating Tensors of one dtype, got {describe(args)}; "
+        "convert with ops.cast"
+    )
 
 
 def weights(op: str, x: Any, **args: Any) -> None:
     """Raise unless x and all are floating, of x's dtype or of that of its sums; None is passed."""
     floating(op, x=x)
-    tensors(op, x=x, **args)
     for weight in args.values():
-        if weight is not None and weight.dtype not in (x.dtype, accumulator(x.dtype)):
+        if weight is None:
+            continue
+        if weight.__class__ is not Tensor or weight.device is not x.device:
+            tensors(op, x=x, **args)
+        if weight.dtype not in (x.dtype, accumulator(x.dtype)):
             raise DtypeError(
                 f"[{op}] expected weights of x's dtype, or float32 for a bfloat16 x, got "
                 f"{describe({'x': x, **args})}; convert with ops.cast"
@@ -81,7 +89,8 @@ def buffer(op: str, name: str, x: Tensor, into: Any, expected: Shape | None = No
 
     Wider buffers still are the tape's to add to: no kernel needs to know them.
     """
-    tensors(op, x=x, **{name: into})
+    if into.__class__ is not Tensor or into.device is not x.device:
+        tensors(op, x=x, **{name: into})
     if into.dtype not in (x.dtype, accumulator(x.dtype)):
         raise DtypeError(
             f"[{op}] expected {name} of x's dtype, or float32 for a bfloat16 x, got "
@@ -133,7 +142,8 @@ def axis(op: str, value: int, ndim: int) -> int:
 
 def gelu_form(op: str, form: str | None) -> None:
     """Raise `ArgumentError` unless `form` names a form of gelu."""
-    that(form in ("tanh", "erf"), op, 'a gelu form "tanh" or "erf"', repr(form))
+    if form not in ("tanh", "erf"):
+        raise ArgumentError(f'[{op}] expected a gelu form "tanh" or "erf", got {form!r}')
 
 
 def dropout(op: str, device: Device, key: Any, p: float) -> None:
@@ -152,12 +162,13 @@ def ids(
     """Raise `ArgumentError` unless all ids on a host lie in [0, limit), or are ignored."""
     if x.array is None or x.size == 0 or x.device.kind not in ("cpu", "reference"):
         return
-    low, high = int(x.array.min()), int(x.array.max())
-    if ignore_index is not None and not (low >= 0 and high < limit):
-        counted = x.array[x.array != ignore_index]
-        if not counted.size:
-            return
-        low, high = int(counted.min()), int(counted.max())
+    # In one pass: a negative id is a huge unsigned one.
+    if int(x.array.view(np.uint64).max()) < limit:
+        return
+    counted = x.array if ignore_index is None else x.array[x.array != ignore_index]
+    if not counted.size:
+        return
+    low, high = int(counted.min()), int(counted.max())
     that(low >= 0 and high < limit, op, f"{name} in [0, {limit})", f"{low} to {high}", hint)
 
 

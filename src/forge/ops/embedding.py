@@ -59,14 +59,13 @@ def embedding(
 @embedding.rule
 def _(node: Any, dy: Any) -> dict[str, Any]:
     ids, pos = node.ids, node.pos
-    width = dy.shape[-1]
     grads: dict[str, Any] = {}
     if node.wants("wte"):
         spec = node.spec("wte")
         into = node.into("wte")
         buffer = zeros(spec.shape, spec.dtype, spec.device) if into is None else into
-        flat = reshape(dy, (math.prod(ids.shape), width))
-        grads["wte"] = scatter_add_rows_(buffer, ids, flat, node.order)
+        # The ids, their order and the buffer were checked when they were recorded.
+        grads["wte"] = _add_rows(buffer, ids, dy.view((ids.size, dy.shape[-1])), node.order)
     if node.wants("wpe"):
         spec = node.spec("wpe")
         into = node.into("wpe")
@@ -93,6 +92,10 @@ def scatter_add_rows_(out: Tensor, ids: Tensor, x: Tensor, order: Tensor | None 
     check.shape("scatter_add_rows_", "x", x.shape, (ids.size, out.shape[1]))
     check.ids("scatter_add_rows_", "ids", ids, out.shape[0])
     _check_order("scatter_add_rows_", ids, order)
+    return _add_rows(out, ids, x, order)
+
+
+def _add_rows(out: Tensor, ids: Tensor, x: Tensor, order: Tensor | None) -> Tensor:
     flat = ids.view((ids.size,))
     kernels(x).scatter_add_rows(flat, x, _order(flat, order), out=out)
     out.storage.version += 1

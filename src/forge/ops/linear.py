@@ -12,7 +12,7 @@ from forge.ops.define import Record, op
 from forge.ops.pointwise import gelu as gelu_of
 from forge.ops.pointwise import gelu_backward
 from forge.ops.reduce import sum_rows
-from forge.ops.shape import reshape
+from forge.ops.shape import as_shape
 from forge.tensor import Tensor, empty
 
 
@@ -154,13 +154,13 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
     shape = node.spec("x").shape
     k, m = node.spec("w").shape
     rows = math.prod(shape[:-1])
-    dy = reshape(dy, (rows, m))
+    dy = as_shape(dy, (rows, m))
     if node.wants("w"):
-        dw = matmul(reshape(node.x, (rows, k)), dy, trans_a=True, into=node.into("w"))
+        dw = matmul(as_shape(node.x, (rows, k)), dy, trans_a=True, into=node.into("w"))
     if node.wants("bias") and dbias is None:
         dbias = sum_rows(dy, into=node.into("bias"))
     if node.wants("x"):
-        dx = reshape(matmul(dy, node.w, trans_b=True), shape)
+        dx = as_shape(matmul(dy, node.w, trans_b=True), shape)
     return {"x": dx, "w": dw, "bias": dbias}
 
 

@@ -38,7 +38,7 @@ def _statistics(record: Record | None, x: Tensor, rows: int) -> tuple[Tensor | N
     if record is None:
         return None, None
     dtype = accumulator(x.dtype)
-    mean, rstd = (empty((rows,), dtype, x.device) for _ in range(2))
+    mean, rstd = empty((rows,), dtype, x.device), empty((rows,), dtype, x.device)
     record.keep(mean=mean, rstd=rstd)
     return mean, rstd
 

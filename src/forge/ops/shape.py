@@ -19,15 +19,14 @@ def reshape(x: Tensor, shape: Shape) -> Tensor:
     Any dtype. Differentiable twice. Raises ShapeError. Exact.
     """
     check.tensors("reshape", x=x)
-    shape = tuple(shape)
+    shape, size = tuple(shape), x.size
     if shape.count(-1) == 1:
         rest = -math.prod(shape)
-        if rest > 0 and x.size % rest == 0:
-            shape = tuple(x.size // rest if n == -1 else n for n in shape)
-    if min(shape, default=0) < 0 or math.prod(shape) != x.size:
+        if rest > 0 and size % rest == 0:
+            shape = tuple(size // rest if n == -1 else n for n in shape)
+    if min(shape, default=0) < 0 or math.prod(shape) != size:
         raise ShapeError(
-            f"[reshape] expected a shape of {x.size} elements, got {list(shape)} "
-            f"for {list(x.shape)}"
+            f"[reshape] expected a shape of {size} elements, got {list(shape)} for {list(x.shape)}"
         )
     return x.view(shape)
 
@@ -35,6 +34,11 @@ def reshape(x: Tensor, shape: Shape) -> Tensor:
 @reshape.rule
 def _(node: Any, dy: Any) -> dict[str, Any]:
     return {"x": reshape(dy, node.spec("x").shape)}
+
+
+def as_shape(x: Any, shape: Shape) -> Any:
+    """`reshape` in a rule, where the size is known to fit: only a Var needs the op."""
+    return x.view(shape) if x.__class__ is Tensor else reshape(x, shape)
 
 
 @op()

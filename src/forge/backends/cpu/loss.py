@@ -13,6 +13,7 @@ from forge.backends.cpu.bfloat16 import bits, f32_of, narrow, wide
 from forge.backends.cpu.jit import forms, kernel, routine
 from forge.backends.cpu.linear import matmul, product_workspace
 from forge.backends.cpu.mathlib import exp, maximum
+from forge.backends.cpu.wide_product import GROUP
 from forge.dtypes import ITEMSIZE
 from forge.pool import rounded
 from forge.tensor import Tensor, empty
@@ -20,8 +21,8 @@ from forge.tensor import Tensor, empty
 f32 = np.float32
 
 # Of the logits that exist at one time. Each chunk reads and writes all of dwte once more: at 50k
-# classes a chunk is 256 rows, and that traffic costs 5 % of its products' time; at 128 rows, 10 %.
-LOGITS_BYTES = 64 << 20
+# classes a chunk is at most 240 rows, and that traffic costs 5 % of its products' time; at 120, 10.
+LOGITS_BYTES = 48 << 20
 MOST_ROWS = 1024
 
 
@@ -213,7 +214,7 @@ def linear_cross_entropy(
     """Cross-entropy of the logits x wte^T over wte's first `rows`, and its gradients."""
     N, C = x.shape
     losses = empty((N,), "float32", x.device)
-    chunk = chunk_rows(rows, x.dtype)
+    chunk = chunk_rows(N, rows, x.dtype)
     logits = empty((min(N, chunk), rows), x.dtype, x.device)
     for start in range(0, N, chunk):
         count = min(chunk, N - start)
@@ -260,7 +261,7 @@ def linear_cross_entropy_workspace(
     N, C = x.shape
     if N == 0:
         return 0, 0
-    count = min(N, chunk_rows(rows, x.dtype))
+    count = min(N, chunk_rows(N, rows, x.dtype))
     last = N - (N - 1) // count * count
     beside = []
     for n in (count, last):
@@ -278,10 +279,16 @@ def linear_cross_entropy_workspace(
     )
 
 
-def chunk_rows(rows: int, dtype: str) -> int:
-    """Rows of x in one chunk, for `rows` classes: a power of two, so that BLAS's tiles are full."""
-    fitting = max(1, LOGITS_BYTES // (ITEMSIZE[dtype] * max(1, rows)))
-    return min(MOST_ROWS, 1 << (fitting.bit_length() - 1))
+def chunk_rows(N: int, rows: int, dtype: str) -> int:
+    """Rows of x [N, C] in one chunk, for `rows` classes: about as many in each.
+
+    They are whole groups of sgemm's, so that only the last chunk's products pad theirs.
+    """
+    fitting = min(MOST_ROWS, LOGITS_BYTES // (ITEMSIZE[dtype] * max(1, rows)))
+    if fitting < GROUP:
+        return max(1, fitting)
+    chunks = max(1, -(-N // (fitting // GROUP * GROUP)))
+    return max(1, -(-N // (chunks * GROUP))) * GROUP
 
 
 def _product(

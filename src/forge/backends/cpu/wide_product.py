@@ -4,13 +4,13 @@ C [M, N] = op(A) [M, K] op(B) [K, N], for each of G matrices.
 
 Which bits a row of C gets must not depend on how many rows come with it (a prompt alone or in a
 batch, a batch whole or in parts), nor on the thread count. OpenBLAS works on groups of rows and
-treats the rest of the last group otherwise, so a tile has whole groups of `_GROUP` rows: the last
-is padded. For products of up to a million multiply-adds OpenBLAS may choose other kernels, so tiles
-have more than that or, where N and K are small, all the same number of rows, `_SMALL`. So row i has
-the same bits in every product that holds it at the same place modulo 24 (modulo `_SMALL` for small
-N and K). This was measured on OpenBLAS's cores Haswell and SkylakeX (`_PROVEN`), where the height
-of a tile may therefore follow the thread count. How columns are cut does show in the bits: N alone
-decides.
+treats the rest of the last group otherwise, so a product has whole groups of `GROUP` rows: the
+last is padded, in scratch. For products of up to a million multiply-adds OpenBLAS may choose other
+kernels, so each has more than that or, where N and K are small, all have the same number of rows,
+`_SMALL`. So row i has the same bits in every product that holds it at the same place modulo 24
+(modulo `_SMALL` for small N and K). This was measured on OpenBLAS's cores Haswell and SkylakeX
+(`_PROVEN`), where the height of a tile may therefore follow the thread count. How columns are cut
+does show in the bits: N alone decides.
 
 With `trans_a` (weight gradients) the rows are a model's features, whose number never varies, and
 the last group is not padded.
@@ -34,7 +34,7 @@ f32 = np.float32
 Array = np.ndarray
 
 # The row groups of sgemm: 12 on Haswell, 24 on SkylakeX.
-_GROUP = 24
+GROUP = 24
 _PROVEN = ("Haswell", "Zen", "SkylakeX")
 # Where sgemm's choice of kernels may depend on the size.
 _SMALL_PRODUCT = 1_000_000
@@ -88,6 +88,7 @@ def wide_product(
         grid.groups,
         grid.rows,
         grid.columns,
+        grid.padded,
     )
 
 
@@ -100,7 +101,7 @@ def wide_workspace(G: int, M: int, N: int, K: int, trans_a: bool) -> tuple[int, 
 
 
 class _Grid(NamedTuple):
-    """How C is cut: groups of rows, tiles down and across; a padded last tile; a tile's width."""
+    """How C is cut: groups of rows, tiles down and across; its last rows, padded; tiles' width."""
 
     groups: int
     rows: int
@@ -121,18 +122,21 @@ def _grid(G: int, M: int, N: int, K: int, trans_a: bool, workers: int) -> _Grid:
     width = -(-lines // columns) * _LINE
     narrowest = min(lines // columns * _LINE, N - (columns - 1) * lines // columns * _LINE)
     # The groups that lift a tile over the limit of small products.
-    least = _SMALL_PRODUCT // (_GROUP * narrowest * K) + 1
-    groups = -(-M // _GROUP)
-    if least * _GROUP <= _SMALL:
+    least = _SMALL_PRODUCT // (GROUP * narrowest * K) + 1
+    groups = -(-M // GROUP)
+    if least * GROUP <= _SMALL:
         groups = max(groups, least)
         # Unpadded, the last group of the last tile may have a single row.
         rows = _best_rows(groups, least + trans_a, G * columns, workers)
     else:
-        least = _SMALL // _GROUP
+        least = _SMALL // GROUP
         groups = -(-groups // least) * least
         rows = groups // least
     last = groups - (rows - 1) * groups // rows
-    padded = last * _GROUP if groups * _GROUP > M and not trans_a else 0
+    # Apart from the rest of their tile, if that too is no small product: to copy all of a tile of
+    # logits takes 100 MiB, to call sgemm once more as long as some rows.
+    apart = least if last >= 2 * least else last
+    padded = apart * GROUP if groups * GROUP > M and not trans_a else 0
     return _Grid(groups, rows, columns, padded, width)
 
 
@@ -141,11 +145,11 @@ def _best_rows(groups: int, least: int, others: int, workers: int) -> int:
 
     `others` is the number of tiles for each row tile.
     """
-    fewest = -(-groups * _GROUP // _ROWS)
+    fewest = -(-groups * GROUP // _ROWS)
     most = max(fewest, min(groups // least, fewest + 2 * workers))
 
     def cost(rows: int) -> int:
-        height = -(-groups // rows) * _GROUP
+        height = -(-groups // rows) * GROUP
         return -(-rows * others // workers) * (height + _OVERHEAD)
 
     return min(range(fewest, most + 1), key=cost)
@@ -153,7 +157,7 @@ def _best_rows(groups: int, least: int, others: int, workers: int) -> int:
 
 @kernel(
     f"void({ARRAYS.replace('T', 'float32')}, float32[:, ::1],"
-    " boolean, boolean, float32, boolean, boolean, int64, int64, int64)",
+    " boolean, boolean, float32, boolean, boolean, int64, int64, int64, int64)",
     cost=1.2,
     setup=link,
 )
@@ -172,8 +176,9 @@ def _tiles(
     groups: Any,
     rows: Any,
     columns: Any,
+    padded: Any,
 ) -> None:
-    """A tile is matrix g, rows i0 … i1, columns j0 … j1 of C."""
+    """A tile is matrix g, rows i0 … i1, columns j0 … j1 of C; its rows from `split` are padded."""
     G, M, N = out.shape
     lines = (N + _LINE - 1) // _LINE
     target = pre if pre.size else out
@@ -188,19 +193,16 @@ def _tiles(
             r = t % rows
             c = t // rows % columns
             g = t // rows // columns
-            i0 = r * groups // rows * _GROUP
-            i1 = (r + 1) * groups // rows * _GROUP
+            i0 = r * groups // rows * GROUP
+            i1 = (r + 1) * groups // rows * GROUP
             j0 = c * lines // columns * _LINE
             j1 = min(N, (c + 1) * lines // columns * _LINE)
-            if trans_a or i1 <= M:
-                i1 = min(M, i1)
-                _whole(
-                    a[g], b[g], bias, target[g], i0, i1, j0, j1, trans_a, trans_b, alpha, accumulate
-                )
-            else:
-                _padded(
-                    a[g], b[g], bias, target[g], own, i0, i1, j0, j1, trans_b, alpha, accumulate
-                )
+            split = i1 - padded if i1 > M and not trans_a else min(M, i1)
+            C = target[g]
+            if i0 < split:
+                _whole(a[g], b[g], bias, C, i0, split, j0, j1, trans_a, trans_b, alpha, accumulate)
+            if split < min(M, i1):
+                _padded(a[g], b[g], bias, C, own, split, i1, j0, j1, trans_b, alpha, accumulate)
             if gelu:
                 for i in range(i0, min(M, i1)):
                     gelu_row(target[g, i, j0:j1], out[g, i, j0:j1], pre.size > 0)
@@ -258,7 +260,7 @@ def _padded(
     alpha: Any,
     accumulate: Any,
 ) -> None:
-    """The tile with c's last row, whose missing rows repeat that one: computed in `scratch`."""
+    """The rows of a tile up to c's last, which the missing ones repeat: computed in `scratch`."""
     M, N = c.shape[0], j1 - j0
     K, ldb = a.shape[1], b.shape[1]
     left = scratch[: (i1 - i0) * K]
