@@ -193,7 +193,9 @@ def counterparts():
         dx = by_autograd(lambda v: gelu(v, form), x, dy=dy)
         if into_bias is None:
             return dx
-        return dx, into_bias + dx.reshape(-1, x.shape[-1]).sum(0)
+        # With no dimension named, PyTorch would sum over all.
+        over = tuple(range(dx.ndim - 1))
+        return dx, into_bias + (dx.sum(over) if over else dx)
 
     counterparts_ = {
         "add": lambda a, b: a + b,
