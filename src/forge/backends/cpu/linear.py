@@ -60,14 +60,19 @@ def linear(
     x: Tensor, w: Tensor, bias: Tensor | None, *, out: Tensor, pre: Tensor | None, gelu: str | None
 ) -> None:
     """pre = x w + bias; out = gelu(pre), or pre itself where gelu is None."""
-    product(
-        bits(x),
-        bits(w),
-        None if bias is None else bits(bias),
-        out=bits(out),
-        pre=None if pre is None else bits(pre),
-        gelu=gelu,
-    )
+    operands = bits(x), bits(w), None if bias is None else bits(bias)
+    result, before = bits(out), None if pre is None else bits(pre)
+    if gelu == "tanh":
+        product(*operands, out=result, pre=before, gelu=True)
+        return
+    first = result if before is None else before
+    product(*operands, out=first)
+    if gelu is not None:
+        # Only the tanh form is fused. A kernel whose arrays are one does not vectorise.
+        source = first.copy() if first is result else first
+        gelu_array[x.dtype](source.reshape(-1), result.reshape(-1), True)
+    elif before is not None:
+        np.copyto(result, before)
 
 
 def product(
@@ -81,17 +86,14 @@ def product(
     trans_b: bool = False,
     alpha: float = 1.0,
     accumulate: bool = False,
-    gelu: str | None = None,
+    gelu: bool = False,
 ) -> None:
     """pre (+)= alpha op(a) op(b) + bias, out = gelu(pre), on arrays of rank 2 or batched rank 3.
 
-    Without `gelu` out is pre. b may have more rows, as stored, than a and out use. Arrays of
-    bfloat16 are given as their bits; out and pre may then be float32.
+    Gelu is the tanh form; without it there is no `pre`, and out is the sum. b may have more rows,
+    as stored, than a and out use. Arrays of bfloat16 are given as their bits; out and pre may then
+    be float32.
     """
-    if gelu != "tanh" and (pre is not None or gelu is not None):
-        product(a, b, bias, out=out if pre is None else pre, trans_a=trans_a, trans_b=trans_b)
-        _second_pass(out if pre is None else pre, out, gelu)
-        return
     M, N = out.shape[-2:]
     K = a.shape[-2] if trans_a else a.shape[-1]
     if out.size == 0:
@@ -110,7 +112,7 @@ def product(
     bias = _NONE[a.dtype][0, 0] if bias is None else bias
     factor = _ONE if alpha == 1.0 else f32(alpha)
     if few:
-        few_rows[dtype](a, b, bias, out, pre, trans_b, factor, accumulate, gelu is not None)
+        few_rows[dtype](a, b, bias, out, pre, trans_b, factor, accumulate, gelu)
         return
     run = wide_product if dtype == "float32" else low_product
     run(
@@ -123,7 +125,7 @@ def product(
         trans_b=trans_b,
         alpha=factor,
         accumulate=accumulate,
-        gelu=gelu is not None,
+        gelu=gelu,
     )
 
 
@@ -157,13 +159,3 @@ def matmul_workspace(
 def linear_workspace(x: Tensor, *rest: Any, out: Tensor, **_: Any) -> tuple[int, ...]:
     """Bytes of the scratch."""
     return matmul_workspace(x, out=out, trans_a=False)
-
-
-def _second_pass(pre: Array, out: Array, gelu: str | None) -> None:
-    """out = gelu(pre) where no kernel fuses it: for the erf form, and for none."""
-    if gelu is None:
-        np.copyto(out, pre)
-    else:
-        source = pre.copy() if pre is out else pre
-        run = gelu_array["float32" if out.dtype == f32 else "bfloat16"]
-        run(source.reshape(-1), out.reshape(-1), gelu == "erf")
