@@ -316,6 +316,18 @@ def test_nothing_is_handed_over_within_a_capture(monkeypatch):
         object.__new__(memory.CudaMemory).hand_over(1)
 
 
+def test_nothing_is_taken_within_a_capture(feigned, monkeypatch):
+    pytest.importorskip("cuda.bindings")
+    from forge.backends.cuda import device, memory
+
+    array = Exporter(np.ones(3, np.float32), device=(2, 0))
+    monkeypatch.setattr(type(forge.Device("cuda").memory), "stream", memory.CudaMemory.stream)
+    monkeypatch.setattr(device, "_capturing", True)
+    for take in (forge.from_dlpack, forge.tensor):
+        with pytest.raises(DeviceError, match="expected no array of another library while a step"):
+            take(array)
+
+
 # ---- A GPU
 
 

@@ -28,12 +28,11 @@ class Buffer(NamedTuple):
 
 
 class Memory(Protocol):
-    """Where a device's buffers come from, and how a Tensor's elements get there and back.
+    """Where a device's buffers come from, and how a Tensor's elements get there and back."""
 
-    `stream` is what its work runs on, in order, as other libraries are told; None on the host.
-    """
-
-    stream: int | None
+    @property
+    def stream(self) -> int | None:
+        """What its work runs on, in order, as other libraries are told; None on the host."""
 
     def allocate(self, size: int) -> Any:
         """A new buffer of `size` bytes; raises `MemoryError` where they are not free."""

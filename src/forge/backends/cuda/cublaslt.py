@@ -23,7 +23,7 @@ from forge import dtypes
 from forge.backends.cuda import device
 from forge.backends.cuda.algorithms import Table
 from forge.cache import folder
-from forge.errors import DeviceError
+from forge.errors import DeviceError, DeviceLostError
 from forge.tensor import Device, empty
 
 # cudaDataType_t and cublasComputeType_t: all products add in float32; the second rounds float32
@@ -42,6 +42,8 @@ WORKSPACE = 32 << 20
 # Below this many multiply-adds a product is over before a difference between candidates shows.
 WORTH_TIMING = 1 << 22
 CANDIDATES = 8
+# cublasStatus_t: INVALID_VALUE, ARCH_MISMATCH and NOT_SUPPORTED. All others mean a GPU at fault.
+REFUSALS = {7, 8, 15}
 ROUNDS = 3
 REPEATS = 5
 
@@ -97,7 +99,10 @@ def run(
         plan.choose(a, b, bias, pre)
     if plan.algorithm.size == 0:
         return False
-    plan(a, b, out, alpha, bias, pre)
+    try:
+        plan(a, b, out, alpha, bias, pre)
+    except _RefusedError as error:
+        raise missing(product) from error
     return True
 
 
@@ -125,6 +130,10 @@ def missing(product: Product) -> DeviceError:
         f"[matmul] expected a kernel of cuBLASLt, got none for {product}; "
         "pad the sizes to multiples of 8"
     )
+
+
+class _RefusedError(Exception):
+    """The library does not take an algorithm for a product; it says so before it computes."""
 
 
 class _Plan:
@@ -165,24 +174,32 @@ class _Plan:
                 cublasLt.matmul_desc_set_attribute(self._desc, pointer, cell + 8, 8)
         self._scalars[0] = alpha
         scalars = self._scalars.ctypes.data
-        cublasLt.matmul(
-            _handle(),
-            self._desc,
-            scalars,
-            b,
-            self._b,
-            a,
-            self._a,
-            scalars + 4,
-            out,
-            self._out,
-            out,
-            self._out,
-            self.algorithm.ctypes.data,
-            _workspace().address,
-            WORKSPACE,
-            device.stream(),
-        )
+        try:
+            cublasLt.matmul(
+                _handle(),
+                self._desc,
+                scalars,
+                b,
+                self._b,
+                a,
+                self._a,
+                scalars + 4,
+                out,
+                self._out,
+                out,
+                self._out,
+                self.algorithm.ctypes.data,
+                _workspace().address,
+                WORKSPACE,
+                device.stream(),
+            )
+        except cublasLt.cuBLASLtError as error:
+            if error.status in REFUSALS:
+                raise _RefusedError from error
+            raise DeviceLostError(
+                f"[matmul] expected cuBLASLt to compute {self._product}, got {error}; the GPU's "
+                "state is lost after such an error: start again from the last checkpoint"
+            ) from error
 
     def recall(self, a: int, b: int, out: int, alpha: float, bias: int, pre: int) -> bool:
         """Compute by the table's algorithm; False where it has none that the library takes."""
@@ -191,8 +208,7 @@ class _Plan:
             return False
         try:
             self(a, b, out, alpha, bias, pre)
-        except cublasLt.cuBLASLtError:
-            # It refuses before it computes.
+        except _RefusedError:
             self.algorithm = None
             _table().refuse(self._key)
             return False
@@ -253,7 +269,7 @@ class _Plan:
             try:
                 self(a, b, stand_in.pointer, 1.0, bias, pre)
                 device.synchronize()
-            except cublasLt.cuBLASLtError:
+            except _RefusedError:
                 times.append(float("inf"))
                 continue
             times.append(min(self._time(a, b, stand_in.pointer, bias, pre) for _ in range(ROUNDS)))

@@ -25,10 +25,18 @@ class CudaMemory:
     """The memory of the GPU; raises `DeviceError` where there is no usable one."""
 
     def __init__(self) -> None:
-        self.stream: int | None = device.stream()
         self._cuda = device.runtime()
         self._slots: list[_Slot] = []
         self._next = -1
+
+    @property
+    def stream(self) -> int:
+        """What other libraries are to make their arrays ready on.
+
+        Raises `DeviceError` within a capture, which their work would become a part of.
+        """
+        device.eager("array of another library")
+        return device.stream()
 
     def allocate(self, size: int) -> Buffer:
         """A new buffer of `size` bytes; raises `OutOfMemoryError` where they are not free."""

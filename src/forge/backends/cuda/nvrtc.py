@@ -14,10 +14,18 @@ from forge.backends.cuda.triton_jit import Binary, Kinds, Runner, cached, descri
 from forge.errors import DeviceError
 
 
-def kernel(file: str, name: str, defines: dict[str, int], shared: int = 0) -> Callable[..., None]:
+def kernel(
+    file: str,
+    name: str,
+    defines: dict[str, int],
+    shared: int = 0,
+    *,
+    together: bool = False,
+) -> Callable[..., None]:
     """The kernel `name` of a source beside this one, as a function of (blocks, threads, *args).
 
-    `defines` are macros of the source, `shared` is its dynamic shared memory in bytes. Arguments
+    `defines` are macros of the source, `shared` is its dynamic shared memory in bytes, `together`
+    says that its thread blocks wait for each other. Arguments
     are Tensors, ints (int32, from 2^31 on int64), floats (float32), and tuples of Tensors, which
     are a struct of pointers.
     """
@@ -26,7 +34,7 @@ def kernel(file: str, name: str, defines: dict[str, int], shared: int = 0) -> Ca
     def run(blocks: int, threads: int, *args: Any) -> None:
         if blocks > 0:
             kinds, values = describe(args)
-            _loaded(file, name, macros, shared, threads, kinds)((blocks,), values)
+            _loaded(file, name, macros, shared, threads, kinds, together)((blocks,), values)
 
     return run
 
@@ -39,6 +47,7 @@ def _loaded(
     shared: int,
     threads: int,
     kinds: Kinds,
+    together: bool,
 ) -> Runner:
     arch = device.arch()
 
@@ -47,7 +56,7 @@ def _loaded(
 
     version = _ask(nvrtc.nvrtcVersion())
     origin = (_source(file), _headers(), name, macros, shared, threads, version, arch)
-    return load(cached(origin, make), kinds, hidden=0)
+    return load(cached(origin, make), kinds, hidden=0, together=together)
 
 
 @cache

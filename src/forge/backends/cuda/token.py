@@ -77,7 +77,7 @@ def decode_token(
         pointers = tuple(
             x for each, pair in zip(weights, caches, strict=True) for x in (*each, *pair)
         )
-        run = kernel("token.cu", "token", sizes, shared=sizes["SHARED"])
+        run = kernel("token.cu", "token", sizes, shared=sizes["SHARED"], together=True)
         turns, mail = _mail(sizes["BLOCKS"], sizes["MAILBOX"] * len(weights))
         run(
             sizes["BLOCKS"],

@@ -208,8 +208,12 @@ class Arguments:
             cell.value = value
 
 
-def load(binary: Binary, kinds: Kinds, *, hidden: int) -> Runner:
-    """A function that launches the kernel; `hidden` parameters follow those of these kinds."""
+def load(binary: Binary, kinds: Kinds, *, hidden: int, together: bool = False) -> Runner:
+    """A function that launches the kernel; `hidden` parameters follow those of these kinds.
+
+    A kernel whose thread blocks wait for each other is launched `together`: where not all of them
+    fit on the card at once, the launch fails, and nothing waits for ever.
+    """
     from cuda.bindings import driver
 
     from forge.backends.cuda import device
@@ -222,12 +226,14 @@ def load(binary: Binary, kinds: Kinds, *, hidden: int) -> Runner:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device.check(name, driver.cuFuncSetAttribute(function, limit, shared))
     arguments = Arguments(kinds, hidden)
-    address, start = arguments.address, driver.cuLaunchKernel
+    start = driver.cuLaunchCooperativeKernel if together else driver.cuLaunchKernel
+    # The parameters, and for the plain launch what else it is told: nothing.
+    rest = (arguments.address,) if together else (arguments.address, 0)
 
     def run(grid: tuple[int, ...], values: Values) -> None:
         arguments.fill(values)
         x, y, z = (*grid, 1, 1)[:3]
-        result = start(function, x, y, z, threads, 1, 1, shared, stream, address, 0)
+        result = start(function, x, y, z, threads, 1, 1, shared, stream, *rest)
         if result[0] != done:
             device.check(name, result)
 
