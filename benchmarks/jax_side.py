@@ -8,6 +8,7 @@ residual stream is bf16. Attention in bf16 on a GPU is cuDNN's; elsewhere XLA ma
 """
 
 import functools
+import itertools
 import os
 import sys
 import time
@@ -128,12 +129,14 @@ used = memory()
 start = time.perf_counter()
 params = init(jax.random.PRNGKey(0))
 state = jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
-ids, targets = jax.random.randint(jax.random.PRNGKey(1), (2, B, T), 0, sizes["vocab_size"])
+keys = map(jax.random.PRNGKey, itertools.count(1))
 loss = None
 
 
 def step():
+    """A step on new tokens, as in torch_side.py."""
     global params, state, loss
+    ids, targets = jax.random.randint(next(keys), (2, B, T), 0, sizes["vocab_size"])
     params, state, loss = update(params, state, ids, targets)
 
 
