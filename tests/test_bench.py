@@ -10,6 +10,7 @@ import pytest
 
 from forge import ops
 from forge.backends import registry
+from forge.backends.cpu import micro
 from forge.cli import main
 from forge.run import ceiling_loops, ceilings, workload
 from forge.run.profile import peak_rss, profile
@@ -181,6 +182,14 @@ def test_bench_explains_mistakes(arguments, expected, capsys):
     error = capsys.readouterr().err
     assert expected in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_bench_in_bf16_says_where_training_has_no_use_of_it(call, quick, monkeypatch, fast):
+    monkeypatch.setattr(micro, "FAST", fast)
+    code, out, _ = call("bench", "decode", "--precision=bf16")
+    assert code == 0
+    assert ("forge train takes fp32 alone here" in out) != fast
 
 
 def test_bench_refuses_a_precision_without_kernels(call, monkeypatch):

@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.config import (
+    ELSEWHERE,
+    FIELDS,
     Config,
     changed_mathematics,
     load_toml,
+    nearest,
     read_toml,
     settings,
     to_toml,
@@ -105,6 +108,12 @@ def test_wrong_type(name, value, kind):
     )
 
 
+def test_names_of_other_programs_lead_to_settings():
+    for word, name in ELSEWHERE.items():
+        assert word not in FIELDS
+        assert nearest(word, FIELDS) == f"did you mean {name}?"
+
+
 def test_choices_hint_the_nearest():
     assert "--precision to be one of fp32, bf16, got 'fp16'; did you mean" in refused(
         precision="fp16"
@@ -197,6 +206,7 @@ def test_flags_win_over_the_file_before_anything_is_judged(tmp_path):
     ("text", "part"),
     [
         ("n_layr = 4", "'n_layr'; did you mean n_layer?"),
+        ("learning_rate = 1e-3", "'learning_rate'; did you mean lr?"),
         ("n-layer = 4", "'n-layer'; did you mean n_layer?"),
         ("zzz = 4", "'zzz'; choose from: n_layer, n_head"),
         ("[model]\nn_layer = 4", "flat keys in"),

@@ -275,9 +275,37 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps({name: value for name, value in values.items() if value is not None})
 
 
+# What nanoGPT and transformers call settings.
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "max_iters": "steps",
+    "max_steps": "steps",
+    "warmup_iters": "warmup_steps",
+    "lr_decay_iters": "schedule_steps",
+    "min_lr": "min_lr_ratio",
+    "eval_interval": "eval_every",
+    "eval_iters": "eval_batches",
+    "log_interval": "log_every",
+    "logging_steps": "log_every",
+    "save_steps": "checkpoint_every",
+    "out_dir": "out",
+    "output_dir": "out",
+    "dataset": "data",
+    "dtype": "precision",
+    "gradient_accumulation_steps": "micro_batch",
+    "max_grad_norm": "grad_clip",
+    "adam_epsilon": "eps",
+}
+
+
 def nearest(word: str, words: Any) -> str:
-    """A hint for a misspelt word: the nearest of `words`, or all of them."""
-    matches = difflib.get_close_matches(word.replace("-", "_"), list(words), n=1)
+    """A hint for a misspelt word: the nearest of `words`, or all of them.
+
+    What nanoGPT and transformers call a setting is nearest to its name here.
+    """
+    word = word.replace("-", "_")
+    known = [ELSEWHERE[word]] if ELSEWHERE.get(word) in words else []
+    matches = known or difflib.get_close_matches(word, list(words), n=1)
     return f"did you mean {matches[0]}?" if matches else f"choose from: {', '.join(words)}"
 
 

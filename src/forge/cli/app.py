@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnknownOptionError
 
+from forge.config import ELSEWHERE
 from forge.errors import DeviceLostError, ForgeError, NonFiniteError, OutOfMemoryError
 from forge.run.interrupt import EXIT_INTERRUPTED, leave
 
@@ -91,13 +92,23 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, ForgeError):
         return str(error), USER
     if isinstance(error, CycloptsError):
-        return f"[command line] {error}", USER
+        return f"[command line] {error}{_elsewhere(error)}", USER
     if isinstance(error, MemoryError):
         return f"[memory] expected enough of it, got too little; {error}", MACHINE
     if isinstance(error, OSError):
         return _machine(error), MACHINE
     kind = type(error).__name__
     return f"[bug] {kind}: {error}; please report it with what --debug shows", BUG
+
+
+def _elsewhere(error: CycloptsError) -> str:
+    """A hint for an option that other programs call so, which the parser does not know of."""
+    if not isinstance(error, UnknownOptionError) or "Did you mean" in str(error):
+        return ""
+    word = (error.token.keyword or error.token.value).removeprefix("--").partition("=")[0]
+    here = "--" + ELSEWHERE.get(word.replace("-", "_"), "").replace("_", "-")
+    known = any(here in argument.names for argument in error.argument_collection)
+    return f" Did you mean {here}?" if known else ""
 
 
 def _machine(error: OSError) -> str:

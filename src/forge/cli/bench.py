@@ -14,7 +14,7 @@ from forge.cli.summary import row
 from forge.errors import ArgumentError
 from forge.run import bench as measuring
 from forge.run import ceilings, speed
-from forge.run.choices import versions
+from forge.run.choices import lacks_bf16, versions
 from forge.run.profile import Profile, peak_rss
 from forge.run.workload import MODELS
 from forge.tensor import Device
@@ -83,6 +83,8 @@ def bench(
         print(json.dumps(document, indent=1))
         return 0
     _introduce(document)
+    if chosen == "bf16" and (lack := lacks_bf16(where)):
+        row("note", f"forge train takes fp32 alone here: {lack}")
     for each in works:
         _show(each, found[each], limits)
     return 0

@@ -25,6 +25,7 @@ class CudaMemory:
     """The memory of the GPU; raises `DeviceError` where there is no usable one."""
 
     def __init__(self) -> None:
+        device.card()
         self._cuda = device.runtime()
         self._slots: list[_Slot] = []
         self._next = -1
