@@ -123,10 +123,7 @@ def files(tmp_path):
 MISTAKES = {
     "command": ("trian", 'Did you mean "train"?'),
     "flag": ("train --n-layr 3", "Did you mean --n-layer?"),
-    "flag of others": (
-        "train --max_iters=3",
-        "Unknown option: --max_iters=3. Did you mean --steps?",
-    ),
+    "flag of others": ("train --max_iters=3", "Did you mean --steps?"),
     "argument": ("train a.toml b.toml", "b.toml"),
     "number": ("train --steps many", "--steps"),
     "choice": ("train --precision fp8", '"fp8"'),
