@@ -35,6 +35,10 @@ def test_tf32_is_a_way_to_multiply_float32():
     assert changed_mathematics(Config(), Config(tf32=True)) == ["tf32"]
 
 
+def test_an_eager_run_is_the_same_run():
+    assert changed_mathematics(Config(), Config(eager=True)) == []
+
+
 def test_every_setting_is_described():
     names = [setting.name for setting in settings()]
     assert names == [field.name for field in dataclasses.fields(Config)]

@@ -1,6 +1,7 @@
 """A run's folder, metrics, choices and state, in this process."""
 
 import errno
+import functools
 import json
 import os
 import re
@@ -217,7 +218,7 @@ def config(**changes):
 def test_the_plan_is_what_a_step_takes():
     """Peak of the pool in a recorded step, against the plan of it, within 5 %."""
     dataset = load_dataset(None, ByteTokenizer())
-    settings = config(n_embd=32, block_size=32, batch_size=8)
+    settings = config(n_embd=32, block_size=32, batch_size=8, eager=True)
     for micro in (8, 2):
         pool = REFERENCE.pool
         pool.trim()
@@ -306,6 +307,22 @@ def test_steps_match_a_loop_by_hand(settings):
         state = training.step_state(config.seed, step, other.schedule(step), REFERENCE)
         training.train_step(other.model, other.params, other.grads, other.optimizer, batch, state)
     assert np.array_equal(other.params.flat.numpy(), session.trainer.params.flat.numpy())
+
+
+@pytest.mark.parametrize(("eager", "calls"), [(True, 6), (False, 2)])
+def test_an_eager_run_calls_its_step_each_time(settings, monkeypatch, eager, calls):
+    """Else once as it is and once to be recorded. The loop above, too, is eager: the same bits."""
+    called = []
+    step = training.train_step
+
+    @functools.wraps(step)
+    def counted(*args, **keywords):
+        called.append(args)
+        return step(*args, **keywords)
+
+    monkeypatch.setattr(training, "train_step", counted)
+    train({**settings, "eager": eager})
+    assert len(called) == 1 + calls  # the plan's, and these
 
 
 def test_the_algorithms_of_products_are_kept_with_the_run(settings, monkeypatch, capsys):

@@ -116,6 +116,9 @@ class Config:
     micro_batch: int | None = _setting(
         None, "Machine", "samples computed at a time (default: automatic)", "[1, 1048576] samples"
     )
+    eager: bool = _setting(
+        False, "Machine", "run a step's Python each time, as print and pdb in it need; not replay"
+    )
 
     # ---- Run
     out: str | None = _setting(None, "Run", "run folder (default: runs/ and the next number)")

@@ -1,32 +1,47 @@
-"""A step that a GPU is told once and then repeats.
+"""A step that a device is told once and then repeats.
 
-A training step is some three hundred kernels, each of which costs the host a few microseconds to
-launch; a decoded token's kernels take less time than that. `Captured` runs a function as it is, and
-on a GPU records what it launches, so that from then on one call launches all.
+A training step is a few hundred kernels. On a GPU each costs the host a few microseconds to launch,
+and a decoded token's take less time than that; on a CPU the tape, the ops' checks and Python around
+the kernels take a tenth of a small model's step. `Captured` runs a function as it is, and then
+records its kernels: as a graph on a GPU, as a list of calls on the host. From then on one call does
+them all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
-from forge.pool import Pool
+from forge.backends import capture
+from forge.pool import Memory, Pool
 from forge.tensor import Device, Tensor, empty_like
+
+# The module that records for a kind of device, by `Graph(device)`, and says by `settings()` what
+# else than a function's arguments a recording depends on.
+_GRAPHS = {
+    "cpu": "forge.backends.calls",
+    "cuda": "forge.backends.cuda.device",
+    "reference": "forge.backends.calls",
+}
 
 
 class Captured:
-    """`function`, captured on a GPU at its second call and replayed from then on.
+    """`function`, captured at its second call and replayed from then on.
 
     The first call runs as it is: kernels are compiled and algorithms chosen then. `varying` names
     the parameters whose Tensors differ from call to call: they are copied to where the recorded
     kernels read. Everything else, Tensors that change in place included, must be the same objects
     each time, and numbers the same numbers; where shapes or numbers differ, another recording is
-    made. The function must not wait for the GPU or read from it, and it returns Tensors, alone or
-    in tuples; a replay gives copies of them. A recording keeps its own memory, apart from the
-    device's pool. On other devices than a GPU this is the function itself.
+    made. The function must not read from the device (`item`, `numpy`, hooks on a tape) or write to
+    it, which raises `DeviceError`, and it returns Tensors, alone or in tuples; a replay gives
+    copies of them. Python in it, `print` say, runs no more. A recording keeps its own memory, apart
+    from the device's pool. On a plan this is the function itself, as it is within another one that
+    is being captured.
     """
 
     def __init__(
@@ -41,17 +56,15 @@ class Captured:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Call the function, or replay what it did."""
-        if self._device.kind != "cuda" or self._device.plan:
+        if self._device.plan or capture.here():
             return self._function(*args, **keywords)
-        from forge.backends.cuda import precision
-
         arguments = self._signature.bind(*args, **keywords).arguments
         inputs: list[Tensor] = []
         described = (
             (name, _describe(value, inputs) if name in self._varying else id(value))
             for name, value in arguments.items()
         )
-        key = (precision.tf32(), *described)
+        key = (importlib.import_module(_GRAPHS[self._device.kind]).settings(), *described)
         recording = self._recordings.get(key)
         if recording is None:
             if key not in self._seen:
@@ -75,24 +88,21 @@ class _Recording:
         varying: dict[str, Any],
         inputs: list[Tensor],
     ) -> None:
-        from forge.backends.cuda.device import Graph
-
-        self._memory = device.memory
+        self._device = device
         # Kept, for their addresses are recorded and their identities are in the key.
         self._fixed = fixed
         self._inputs = [empty_like(x) for x in inputs]
         places = iter(self._inputs)
         arguments = fixed | {name: _rebuild(value, places) for name, value in varying.items()}
-        self._graph = Graph()
-        # Buffers that replays use must not serve anything between them.
-        shared = device.pool
-        shared.trim()
-        device.pool = self._pool = Pool(device.memory)
-        try:
-            with self._graph.capture():
+        self._graph = importlib.import_module(_GRAPHS[device.kind]).Graph(device)
+        device.pool.trim()
+        with capture.capturing(device), self._graph.capture():
+            shared = device.pool
+            device.pool = self._pool = _OwnPool(device.memory)
+            try:
                 self._outputs = function(**arguments)
-        finally:
-            device.pool = shared
+            finally:
+                device.pool = shared
 
     def __del__(self) -> None:
         if hasattr(self, "_pool") and not sys.is_finalizing():
@@ -101,17 +111,35 @@ class _Recording:
     def replay(self, inputs: list[Tensor]) -> Any:
         """Run the kernels on these inputs; returns copies of the outputs."""
         for x, place in zip(inputs, self._inputs, strict=True):
-            self._memory.copy(x, place)
+            self._device.memory.copy(x, place)
         self._graph.replay()
         return self._copied(self._outputs)
 
     def _copied(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             out = empty_like(value)
-            self._memory.copy(value, out)
+            self._device.memory.copy(value, out)
             return out
         parts = [self._copied(each) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+class _OwnPool(Pool):
+    """Buffers that replays use, which must not serve anything between them, nor other threads."""
+
+    __slots__ = ("_thread",)
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
+        self._thread = threading.get_ident()
+
+    def take(self, size: int) -> Any:
+        """A buffer; another thread, which would do without a capture, gets a new one."""
+        if threading.get_ident() == self._thread:
+            return super().take(size)
+        with self._lock:
+            self.in_use += size
+        return self._memory.allocate(size)
 
 
 def _describe(value: Any, inputs: list[Tensor]) -> Any:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from forge import dtypes
+
 # A cache line, and the width of an AVX-512 register: vector loads never straddle two lines.
 ALIGNMENT = 64
 # Requests are rounded up to this so that nearly equal sizes share a list.
@@ -25,6 +27,17 @@ class Buffer(NamedTuple):
     """Bytes that the host cannot see."""
 
     address: int
+
+
+class Hidden(NamedTuple):
+    """Bytes that the host is not to see yet: they are filled when what is recorded is replayed."""
+
+    bytes: np.ndarray
+
+    def shown(self, x: Any) -> np.ndarray:
+        """The host's view of x, a Tensor on them."""
+        dtype = dtypes.NUMPY[x.dtype]
+        return np.ndarray(x.shape, dtype, self.bytes, x.offset * dtype.itemsize)
 
 
 class Memory(Protocol):
@@ -75,19 +88,19 @@ class HostMemory:
 
     def fill(self, x: Any, value: float) -> None:
         """Set every element of x."""
-        x.array.fill(value)
+        _array(x).fill(value)
 
     def write(self, x: Any, array: np.ndarray) -> None:
         """Copy an array into x."""
-        x.array[...] = array
+        _array(x)[...] = array
 
     def read(self, x: Any) -> np.ndarray:
         """A copy of x."""
-        return np.array(x.array)
+        return np.array(_array(x))
 
     def copy(self, source: Any, x: Any) -> None:
         """Copy a Tensor into x."""
-        x.array[...] = source.array
+        _array(x)[...] = _array(source)
 
     def hand_over(self, stream: int | None) -> None:
         """Nothing: work here is done when its call returns."""
@@ -193,6 +206,12 @@ class Pool:
         """Return what is unused, and from now on each buffer as soon as it comes back."""
         self._closed = True
         self.trim()
+
+
+def _array(x: Any) -> np.ndarray:
+    """The host's view of x; a Tensor made while it was hidden has none."""
+    array: np.ndarray | None = x.array
+    return x.storage.buffer.shown(x) if array is None else array
 
 
 def rounded(nbytes: int) -> int:

@@ -230,6 +230,7 @@ class Tensor:
                 raise BufferError("[__dlpack__] expected copy not False from a GPU, got False")
             return dlpack.give(self.numpy(), dlpack.CPU, max_version=max_version)
         if self.array is not None:
+            self.device.memory.hand_over(stream)
             self.storage.exported = True
             return dlpack.give(
                 self.array, dlpack.CPU, stream=stream, max_version=max_version, copy=copy
@@ -245,7 +246,7 @@ class Tensor:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         self._check_memory("__dlpack_device__")
-        return (dlpack.CUDA if self.array is None else dlpack.CPU), 0
+        return (dlpack.CUDA if self.device.kind == "cuda" else dlpack.CPU), 0
 
     def _check_memory(self, what: str) -> None:
         if self.device.plan:

@@ -46,11 +46,11 @@ class Tape:
 
     `recompute` names outputs ("add_layernorm.y") that are dropped and made again when a rule asks;
     `anomaly` stops at the first value or gradient that is not finite; `hooks` see every node.
-    Raises `TapeError` for an unknown name in `recompute`.
+    Raises `TapeError` for an unknown name in `recompute`, `DeviceError` for hooks in a capture.
     """
 
-    # add(a, b) -> a + b; add_(a, b): a += b, a as wide or wider; sum_to(x, shape): over what
-    # broadcasting added; finite(x) -> bool; describe(x) -> str. On Vars where a sweep is recorded.
+    # add(a, b); add_(a, b): a as wide or wider; sum_to(x, shape); finite(x) -> bool; describe(x) ->
+    # str: on Vars where a sweep is recorded. eager(what): raises where a replay would leave it out.
     arithmetic: ClassVar[Any]
     primitives: ClassVar[dict[str, Primitive]] = {}
 
@@ -74,6 +74,8 @@ class Tape:
         self._hooks = list(hooks)
         if anomaly:
             self._hooks.append(stop_at_non_finite(self.arithmetic.finite, self.arithmetic.describe))
+        if self._hooks:
+            self.arithmetic.eager("hook on a tape")
         self._swept = False
 
     def leaf(self, value: Tensor, *, into: Tensor | None = None) -> Var:
@@ -135,8 +137,7 @@ class Tape:
             self._tell("forward", op.name, index, values)
         made = op.run(inputs, arguments)
         if self._hooks:
-            results = {name: made[name] for name in op.outputs}
-            self._tell("forward", op.name, index, values, results)
+            self._tell("forward", op.name, index, values, {n: made[n] for n in op.outputs})
         node = Node(op, index, len(self.specs), inputs, constants, attributes, {})
         self.saves.save(node, arguments, made)
         self.nodes.append(node)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 from forge import dtypes
+from forge.backends import capture
 from forge.backends.kernel import Kernel
 from forge.backends.reference import KERNELS as REFERENCE
 from forge.errors import FallbackError
@@ -34,6 +36,11 @@ def _cuda_memory() -> Memory:
 
 # From a kernel's name and the kernel to what is called in its place.
 Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+# What keeps a function and its arguments, to call it later.
+Record = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]
+Function = TypeVar("Function", bound=Callable[..., None])
+# Kernels that return what they find, where the others fill Tensors.
+_FINDERS = frozenset({"extent", "finite"})
 
 # Imported when the device is asked for, so that a machine without a GPU never loads its packages.
 Device.memories["cuda"] = _cuda_memory
@@ -54,9 +61,41 @@ class Kernels:
         return function
 
 
+class _Recorded(Kernels):
+    """Kernels that are recorded where their thread captures, and run in others."""
+
+    def __init__(self, device: Device, dtype: str, where: Device, record: Record) -> None:
+        super().__init__(device, dtype)
+        self._where = where
+        self._record = record
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        device, dtype = self._device, self._dtype
+
+        def run(*args: Any, **keywords: Any) -> Any:
+            if not capture.here():
+                return getattr(Kernels(device, dtype), name)(*args, **keywords)
+            if device is not self._where:
+                capture.eager(f"work for {device.name}")
+            if name in _FINDERS:
+                capture.eager("look at values")
+            self._record(partial(_run, device, dtype, name), args, keywords)
+            return None
+
+        setattr(self, name, run)
+        return run
+
+
+def _run(device: Device, dtype: str, name: str, *args: Any, **keywords: Any) -> None:
+    """Run the kernel that serves by then, which may be watched or forbidden."""
+    bound = _bound.get((device, dtype))
+    getattr(_bind(device, dtype) if bound is None else bound, name)(*args, **keywords)
+
+
 _bound: dict[tuple[Device, str], Kernels] = {}
 _strict = False
 _around: Around | None = None
+_recording: tuple[Device, Record] | None = None
 
 
 class Row(NamedTuple):
@@ -70,11 +109,43 @@ class Row(NamedTuple):
 
 def kernels(x: Tensor) -> Kernels:
     """The kernels for x's device and dtype, by name."""
-    key = (x.device, x.dtype)
-    bound = _bound.get(key)
-    if bound is None:
-        bound = _bound[key] = Kernels(*key)
+    bound = _bound.get((x.device, x.dtype))
+    return _bind(x.device, x.dtype) if bound is None else bound
+
+
+def _bind(device: Device, dtype: str) -> Kernels:
+    bound = Kernels(device, dtype) if _recording is None else _Recorded(device, dtype, *_recording)
+    _bound[device, dtype] = bound
     return bound
+
+
+def on_host(function: Function) -> Function:
+    """Decorator of a function that works on Tensors' arrays on the host, and returns nothing.
+
+    It is for an op's own NumPy: where a step is captured, replays call it like a kernel.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **keywords: Any) -> None:
+        if _recording is not None and capture.here():
+            _recording[1](function, args, keywords)
+        else:
+            function(*args, **keywords)
+
+    return cast(Function, run)
+
+
+@contextmanager
+def recorded(device: Device, record: Record) -> Iterator[None]:
+    """Within this block kernels of a device on the host are recorded instead of run."""
+    global _recording
+    _recording = device, record
+    _bound.clear()
+    try:
+        yield
+    finally:
+        _recording = None
+        _bound.clear()
 
 
 @contextmanager

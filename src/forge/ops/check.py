@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from forge.autograd.node import Var
+from forge.backends.registry import on_host
 from forge.dtypes import FLOATING, accumulator
 from forge.errors import ArgumentError, DeviceError, DtypeError, GradientError, ShapeError
 from forge.tensor import Device, Shape, Tensor
@@ -160,7 +161,13 @@ def ids(
     op: str, name: str, x: Tensor, limit: int, ignore_index: int | None = None, hint: str = ""
 ) -> None:
     """Raise `ArgumentError` unless all ids on a host lie in [0, limit), or are ignored."""
-    if x.array is None or x.size == 0 or x.device.kind not in ("cpu", "reference"):
+    if _seen_by_host(x):
+        _ids(op, name, x, limit, ignore_index, hint)
+
+
+@on_host
+def _ids(op: str, name: str, x: Tensor, limit: int, ignore_index: int | None, hint: str) -> None:
+    if x.size == 0:
         return
     # In one pass: a negative id is a huge unsigned one.
     if int(x.array.view(np.uint64).max()) < limit:
@@ -172,13 +179,21 @@ def ids(
     that(low >= 0 and high < limit, op, f"{name} in [0, {limit})", f"{low} to {high}", hint)
 
 
+def _seen_by_host(x: Tensor) -> bool:
+    return x.device.kind in ("cpu", "reference") and not x.device.plan
+
+
 def sorts(op: str, order: Tensor, ids: Tensor) -> None:
     """Raise `ArgumentError` unless `order`, on a host, is the stable order that sorts the ids.
 
     Kernels give each run of equal ids to one thread: two runs of one id would be a race.
     """
-    if order.array is None or order.device.kind not in ("cpu", "reference"):
-        return
+    if _seen_by_host(order):
+        _sorts(op, order, ids)
+
+
+@on_host
+def _sorts(op: str, order: Tensor, ids: Tensor) -> None:
     places = order.array.reshape(-1)
     row = ids.array.reshape(-1)[places]
     ascending = (row[1:] > row[:-1]) | ((row[1:] == row[:-1]) & (places[1:] > places[:-1]))
@@ -196,15 +211,22 @@ def no_gradient(op: str, name: str, hint: str) -> GradientError:
 
 def position(op: str, x: Tensor, pos: Any, batch: int, length: int, room: int) -> None:
     """Raise unless `pos` is an int or an int64 [B] whose positions pos … pos + length - 1 exist."""
-    if not isinstance(pos, int):
-        integers(op, pos=pos)
-        tensors(op, x=x, pos=pos)
-        shape(op, "pos", pos.shape, (batch,))
-        if pos.array is None or not batch or pos.device.kind not in ("cpu", "reference"):
-            return
-        first, last = int(pos.array.min()), int(pos.array.max())
-    else:
-        first = last = pos
+    if isinstance(pos, int):
+        _within(op, pos, pos, length, room)
+        return
+    integers(op, pos=pos)
+    tensors(op, x=x, pos=pos)
+    shape(op, "pos", pos.shape, (batch,))
+    if batch and _seen_by_host(pos):
+        _positions(op, pos, length, room)
+
+
+@on_host
+def _positions(op: str, pos: Tensor, length: int, room: int) -> None:
+    _within(op, int(pos.array.min()), int(pos.array.max()), length, room)
+
+
+def _within(op: str, first: int, last: int, length: int, room: int) -> None:
     that(
         first >= 0 and last + length <= room,
         op,

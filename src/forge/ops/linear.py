@@ -63,7 +63,6 @@ def matmul(
     shape = (*a.shape[:-2], m, n)
     if into is not None:
         check.buffer("matmul", "into", a, into, shape)
-        into.storage.version += 1
     out = empty(shape, a.dtype, a.device) if into is None else into
     kernels(a).matmul(
         a,
@@ -76,6 +75,7 @@ def matmul(
         b_rows=b_rows,
         accumulate=into is not None,
     )
+    out.storage.version += into is not None
     return out.view((*batched.shape[:-1], n)) if folded else out
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from forge.autograd.node import Var
 from forge.autograd.tape import Tape
+from forge.backends.capture import eager
 from forge.backends.registry import kernels
 from forge.dtypes import accumulator
 from forge.errors import ShapeError
@@ -93,6 +94,7 @@ class _Arithmetic:
 
     add = staticmethod(add)
     sum_to = staticmethod(sum_to)
+    eager = staticmethod(eager)
 
     @staticmethod
     def add_(a: Tensor, b: Tensor) -> None:

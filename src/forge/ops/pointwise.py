@@ -287,9 +287,10 @@ def gelu_backward(
     if into_bias is not None:
         check.that(x.ndim > 0, "gelu_backward", "x with at least one dimension", "a scalar")
         check.buffer("gelu_backward", "into_bias", x, into_bias, x.shape[-1:])
-        into_bias.storage.version += 1
     out = empty_like(dy)
     kernels(x).gelu_backward(x, dy, out=out, sums=into_bias, form=form)
+    if into_bias is not None:
+        into_bias.storage.version += 1
     return out
 
 

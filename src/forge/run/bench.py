@@ -85,13 +85,13 @@ def _measured(run: Training | Decoding, tokens: int, seconds: float, before: int
     run.step()
     wait(device)
     first = time.perf_counter() - start
-    # The second step is captured on a GPU; the rest of the warm-up is for clocks and caches.
+    # The second step is captured; the rest of the warm-up is for clocks and caches.
     each = _repeat(run.step, device, 0.3 * seconds)
     count = max(1, round(0.7 * seconds / _WINDOWS / each))
     windows = max(3, min(_WINDOWS, round(seconds / each)))
     step = statistics.median(_window(run.step, device, count) for _ in range(windows))
     memory = _peak(device) - before
-    # Not captured, a step takes its buffers from the device's pool, which has none of them yet.
+    # A step that is not captured takes its buffers from the device's pool, which has none yet.
     repeat = run.repeating()
     repeat()
     steps = max(2, min(100, round(0.3 * seconds / step)))

@@ -47,7 +47,7 @@ class Profile:
 
 
 def profile(step: Callable[[], Any], device: Device, *, steps: int) -> Profile:
-    """Run steps and time each of their kernels; on a GPU not captured, between events.
+    """Run steps and time each of their kernels; on a GPU eager ones, between events.
 
     Kernels' seconds are means; those of a step, and outside, are medians over the steps: where the
     machine has other work, it interrupts a few.

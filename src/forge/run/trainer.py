@@ -94,7 +94,9 @@ class Trainer:
         self.schedule = CosineSchedule(
             config.lr, config.warmup_steps, config.schedule_steps, config.min_lr_ratio
         )
-        self._train_step = Captured(training.train_step, device, varying=("batch", "state"))
+        self._train_step: Callable[..., training.StepResult] = training.train_step
+        if not config.eager:
+            self._train_step = Captured(training.train_step, device, varying=("batch", "state"))
         self._ahead: tuple[int, Batch] | None = None
         self.step = 0
         self.sample = 0

@@ -62,7 +62,7 @@ class Training:
         self.eager(captured=True)
 
     def eager(self, *, captured: bool = False) -> None:
-        """Run each step's kernels one by one from now on, or captured where the device can."""
+        """Run each step as it is from now on, or captured."""
         varying = ("batch", "state")
         self._step = (
             Captured(self.train_step, self.device, varying) if captured else self.train_step
@@ -77,10 +77,14 @@ class Training:
         return result
 
     def repeating(self) -> Callable[[], training.StepResult]:
-        """A function that does the step on one batch, eagerly, without loader and transfer."""
-        self.eager()
-        arguments = self._arguments()
-        return lambda: self.train_step(*arguments)
+        """A function that does the step on one batch, without loader and transfer.
+
+        As `step` does it, but on a GPU eagerly: no kernel of a graph can be watched.
+        """
+        if self.device.kind == "cuda":
+            self.eager()
+        step, arguments = self._step, self._arguments()
+        return lambda: step(*arguments)
 
     def _arguments(self) -> tuple[Any, ...]:
         batch = training.to_device(self._host, self.device)
@@ -116,7 +120,7 @@ class Decoding:
         return sum(x.nbytes for name, x in compute.items() if name != "wpe.weight")
 
     def eager(self, *, captured: bool = False) -> None:
-        """Run each step's kernels one by one from now on, or captured where the device can."""
+        """Run each step as it is from now on, or captured."""
         self._step = (
             Captured(self._choose, self.device, ("ids", "pos")) if captured else self._choose
         )
@@ -130,8 +134,9 @@ class Decoding:
         return self._ids
 
     def repeating(self) -> Callable[[], Tensor]:
-        """A function that does the next step, eagerly."""
-        self.eager()
+        """A function that does the next step: on a GPU eagerly, so that kernels can be watched."""
+        if self.device.kind == "cuda":
+            self.eager()
         return self.step
 
     def _choose(self, params: Any, ids: Tensor, cache: Cache, pos: Tensor) -> Tensor:

@@ -8,13 +8,16 @@ captured.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from forge.backends import capture
+from forge.backends.cuda import precision
 from forge.errors import DeviceError, DeviceLostError, OutOfMemoryError
+from forge.tensor import Device
 
 # The oldest architecture: the first with bfloat16 and asynchronous copies.
 OLDEST = 80
@@ -82,10 +85,7 @@ def out_of_memory(wanted: str) -> OutOfMemoryError:
 def eager(what: str) -> None:
     """Raise `DeviceError` if calls are being captured: `what` would have to wait, or go stale."""
     if _capturing:
-        raise DeviceError(
-            f"[cuda] expected no {what} while a step is captured, got one; run the step once "
-            "before, and keep what varies in Tensors made outside of it"
-        )
+        raise capture.refusal("cuda", what)
 
 
 def capturing() -> bool:
@@ -210,10 +210,15 @@ class Event:
         self._destroy(self._event)
 
 
+def settings() -> Hashable:
+    """What of the process's settings is baked into captured work."""
+    return precision.tf32()
+
+
 class Graph:
     """The work that a block of code gave to the stream, to be replayed."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
         self._executable: Any = None
         self._destroy = runtime().cudaGraphExecDestroy
 
