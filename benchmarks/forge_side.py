@@ -3,8 +3,8 @@
 python benchmarks/forge_side.py WORK DEVICE MODEL PRECISION B T THREADS
 
 WORK: train, train-recompute (a third of the activations is dropped and made again), floor
-(`roofline.py`), profile and profile-decode (the time of each kernel), decode, first (a step, and
-the end).
+(`roofline.py`), profile and profile-decode (the time of each kernel: of replays on a CPU, and
+eagerly on a GPU), decode, first (a step, and the end). Steps and tokens are captured and replayed.
 """
 
 import gc

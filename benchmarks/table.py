@@ -139,4 +139,4 @@ def show_kernels(result):
     print(f"{1e3 * inside:10.3f} ms in all, of {1e3 * result['seconds']:.3f}")
     if result["outside"] is not None:
         share = result["outside"] / result["seconds"]
-        print(f"{1e3 * result['outside']:10.3f} ms {share:6.1%} outside of kernels: tape and ops")
+        print(f"{1e3 * result['outside']:10.3f} ms {share:6.1%} outside of kernels")

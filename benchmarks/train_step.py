@@ -12,6 +12,9 @@ the largest batch that fits. Memory is the GPU's in use less an empty context's;
 process held at most, libraries included. `--json` prints the rows {work, precision, peer,
 peer_precision, peer_value, forge_value, unit, ratio}: ratio is Forge's value over the peer's.
 
+Forge's step is captured and replayed, as in a run. `--profile` shows a replay on a CPU, with what
+it spends outside of kernels, and the kernels of an eager step on a GPU.
+
 On a CPU the last column is the share of the multiply-adds that this machine, measured in the same
 run, can do at most: of six operations for each weight of a matrix and token, as attention's differ
 between sides.

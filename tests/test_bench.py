@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge import ops
+from forge import Tape, ops
 from forge.backends import registry
 from forge.backends.cpu import micro
 from forge.cli import main
@@ -101,6 +101,19 @@ def test_a_profile_sees_memory_filled_and_leaves_nothing_behind():
         profile(broken, CPU, steps=1)
     assert CPU.memory is memory
     assert registry.kernels(tensor([1.0])).exp is kernel
+
+
+def test_a_profile_on_the_cpu_is_of_replays(monkeypatch):
+    model = workload.Training(workload.MODELS["baby"], 1, 8, CPU)
+    model.step()
+    eager = profile(lambda: model.train_step(*model._arguments()), CPU, steps=1)
+    repeat = model.repeating()
+    repeat()
+    monkeypatch.setattr(Tape, "backward", None)  # no replay needs it
+    found = profile(repeat, CPU, steps=2)
+    kernels = [(row.name, row.shapes, row.calls) for row in found.rows if "memory" not in row.name]
+    expected = [(row.name, row.shapes, row.calls) for row in eager.rows if "memory" not in row.name]
+    assert sorted(kernels) == sorted(expected)
 
 
 def test_peak_memory_sees_what_was_held():

@@ -182,6 +182,15 @@ def test_results_are_copies_and_tuples_keep_their_kind():
     assert second.norm.numpy()[0] == 4
 
 
+def test_what_the_function_keeps_elsewhere_can_be_read():
+    kept = []
+    step = Captured(lambda x: kept.append(ops.scale(x, 2.0).view((1,), 1)) or x, CPU, ("x",))
+    for k in range(4):
+        step(tensor(np.full(3, float(k))))
+    # An eager call's Tensor is its own; a recorded one holds what the last replay left there.
+    assert [x.item() for x in kept] == [0, 6]
+
+
 def test_a_plan_only_counts():
     plan = Device("plan:cpu")
     ran = []

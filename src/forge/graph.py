@@ -40,8 +40,8 @@ class Captured:
     made. The function must not read from the device (`item`, `numpy`, hooks on a tape) or write to
     it, which raises `DeviceError`, and it returns Tensors, alone or in tuples; a replay gives
     copies of them. Python in it, `print` say, runs no more. A recording keeps its own memory, apart
-    from the device's pool. On a plan this is the function itself, as it is within another one that
-    is being captured.
+    from the device's pool. On a plan this is the function itself, and so it is while another one is
+    being captured, which may call it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Captured:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Call the function, or replay what it did."""
-        if self._device.plan or capture.here():
+        if self._device.plan or capture.busy():
             return self._function(*args, **keywords)
         arguments = self._signature.bind(*args, **keywords).arguments
         inputs: list[Tensor] = []

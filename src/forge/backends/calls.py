@@ -37,7 +37,7 @@ class Graph:
     def capture(self) -> Iterator[None]:
         """Within this block work is recorded and not done."""
         device, memory = self._device, self._device.memory
-        device.memory = _Recorded(device, memory, self._record)
+        device.memory = _RecordedMemory(device, memory, self._record)
         try:
             with registry.recorded(device, self._record):
                 yield
@@ -50,10 +50,10 @@ class Graph:
             raise
         finally:
             device.memory = memory
-        for storage, before in self._versions.items():
-            # Nothing has changed yet.
-            self._versions[storage] = storage.version - before
-            storage.version = before
+        rises = {storage: storage.version - before for storage, before in self._versions.items()}
+        for storage, rise in rises.items():
+            storage.version -= rise  # Nothing has changed yet.
+        self._versions = {storage: rise for storage, rise in rises.items() if rise}
 
     def replay(self) -> None:
         """Do the recorded work again."""
@@ -83,7 +83,7 @@ class Graph:
         return value
 
 
-class _Recorded:
+class _RecordedMemory:
     """A host's memory while work on it is recorded; for other threads, what it was."""
 
     def __init__(self, device: Device, memory: Memory, record: Callable[..., None]) -> None:

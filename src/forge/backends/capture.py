@@ -30,6 +30,11 @@ def capturing(device: Device) -> Iterator[None]:
             _thread = None
 
 
+def busy() -> bool:
+    """Whether any thread is capturing."""
+    return _thread is not None
+
+
 def here() -> bool:
     """Whether this thread is capturing."""
     return _thread is not None and _thread == threading.get_ident()

@@ -176,5 +176,5 @@ def _table(profile: Profile) -> None:
     if rest:
         add(sum(r.seconds for r in rest), f"{sum(r.calls for r in rest):.0f}", "all other kernels")
     if profile.outside is not None:
-        add(profile.outside, "", "outside of kernels: tape, ops, Python")
+        add(profile.outside, "", "outside of kernels")
     Console(highlight=False, soft_wrap=True).print(table, markup=False)

@@ -37,8 +37,9 @@ class Row:
 class Profile:
     """The kernels of a step, longest first, and the seconds of a step.
 
-    `outside` is what the step spent outside of kernels and of fills and copies of memory: the tape,
-    the ops' checks and allocations, Python. None on a GPU, where the host runs ahead.
+    `outside` is what the step spent outside of kernels and of fills and copies of memory: in an
+    eager step the tape, the ops and Python, in a replay the calls and the checks of ids. None on a
+    GPU, where the host runs ahead.
     """
 
     rows: tuple[Row, ...]
