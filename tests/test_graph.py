@@ -125,7 +125,7 @@ def test_memory_stays_flat_without_a_collector(device):
 
 
 @pytest.mark.parametrize("device", HOSTS)
-def test_decoding_is_replayed_and_writes_the_same(device):
+def test_decoding_is_replayed_and_agrees_with_the_whole_context(device):
     model = GPT2(GPT2Config(**SIZES))
     params = model.zeros(Device(device))
     params.load_(model.init(3))
@@ -136,15 +136,9 @@ def test_decoding_is_replayed_and_writes_the_same(device):
             calls.append(ids.shape)
             return super().decode(params, ids, cache, pos)
 
-    class Eager(GPT2):
-        """Another object each time, which no recording fits."""
-
-        decode = property(lambda self: lambda *args: GPT2.decode(self, *args))
-
     prompts, sampling = [np.array([5]), np.array([7])], Sampling(seed=3)
     found = list(generate(Counted(model.config), params.compute, prompts, 20, sampling))
     assert calls == [(2, 1)] * 2
-    ids = np.zeros((2, 20), np.int64)
     history = [[5], [7]]
     for token in found:
         history[token.index].append(token.id)
@@ -450,6 +444,7 @@ def test_other_threads_go_on_while_one_captures():
 
     def step(x):
         y = ops.scale(x, 3.0)
+        ops.exp(y)  # its buffer is free again
         thread = threading.Thread(target=other, args=[float(len(found))])
         thread.start()
         thread.join()
@@ -460,7 +455,7 @@ def test_other_threads_go_on_while_one_captures():
         assert (function(tensor(np.full(3, float(k)))).numpy() == -3 * k).all()
     assert found == [[0, 7, 7], [3, 7, 7]]
     (recording,) = function._recordings.values()
-    assert len(recording._graph._calls) == 2
+    assert len(recording._graph._calls) == 3
 
 
 def test_two_threads_capture_in_turn():
