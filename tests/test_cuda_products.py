@@ -12,7 +12,7 @@ from forge import graph, ops, tensor
 from forge.backends.cuda import device as gpu
 from forge.backends.cuda import precision
 from forge.backends.cuda.algorithms import Table
-from forge.errors import ConfigError, DeviceError
+from forge.errors import ConfigError, DeviceError, DeviceLostError
 from forge.run import choices
 from forge.tensor import Device
 
@@ -113,11 +113,12 @@ def test_with_tf32_operands_are_rounded(tf32):
 # ---- Which algorithm: a library and a card that do what a test wants
 
 
-class RefusedError(cublasLt.cuBLASLtError):
+class FailedError(cublasLt.cuBLASLtError):
     """The library's own would ask the library for its text."""
 
-    def __init__(self):
-        Exception.__init__(self, "refused")
+    def __init__(self, status):
+        Exception.__init__(self, f"status {status}")
+        self.status = status
 
 
 class Library:
@@ -129,6 +130,8 @@ class Library:
         self.ran = []
         self.timed = 0
         self.refused = set()
+        # cublasStatus_t: NOT_SUPPORTED.
+        self.status = 15
         self.card = gpu.Card("A card", 90, 100, 13000)
         for name in ("matmul_preference_destroy", "matmul_desc_set_attribute"):
             patch.setattr(cublasLt, name, lambda *args: None)
@@ -163,7 +166,7 @@ class Library:
     def matmul(self, *args):
         number = self.number(args[12])
         if number in self.refused:
-            raise RefusedError
+            raise FailedError(self.status)
         self.ran.append(number)
 
     def heuristic(self, *args):
@@ -297,6 +300,17 @@ def test_a_product_that_no_algorithm_computes_is_refused_each_time(library):
     for _ in range(2):
         with pytest.raises(DeviceError, match="expected a kernel of cuBLASLt, got none"):
             library.run()
+
+
+def test_a_lost_gpu_is_no_refused_algorithm(library):
+    library.run()
+    kept = library.file().read_text()
+    library.refused, library.status = {1}, 13
+    library.forget()
+    for _ in range(2):
+        with pytest.raises(DeviceLostError, match="expected cuBLASLt to compute .*got status 13"):
+            library.run()
+    assert library.file().read_text() == kept
 
 
 # ---- Frozen with the run
