@@ -18,6 +18,7 @@ from forge.backends.cpu import (
     compiler,
     embedding,
     jit,
+    layout,
     loops,
     micro,
     pointwise,
@@ -313,6 +314,29 @@ def test_functions_that_kernels_call_are_optimised_once_and_become_code_once(mon
     helpers = [{name for name in names if "_continues" in name} for names in optimised]
     assert sum(map(bool, helpers)) <= 1
     assert len(emitted) == 1
+
+
+def test_only_functions_that_make_arrays_count_references():
+    def counts(kernel):
+        kernel._set_up()
+        return "NRT_decref" in kernel._compiled().library.get_llvm_str()
+
+    assert not counts(layout.merge["float32"])
+    assert counts(reduce._sum_rows["float32", "float32"])
+
+
+def test_what_a_kernel_makes_is_freed():
+    code = """
+import numpy as np
+from numba.core.runtime import rtsys
+from forge.backends.cpu import jit, reduce
+x = np.ones((130, 3), np.float32)
+for _ in range(9):
+    reduce._sum_rows["float32", "float32"](x, x[0])
+stats = rtsys.get_allocation_stats()
+print(stats.alloc >= 9, stats.alloc == stats.free, stats.mi_alloc == stats.mi_free)
+"""
+    assert run(code, Path("/nowhere"), NUMBA_NRT_STATS="1")[0] == "True True True"
 
 
 def test_a_parallel_loop_may_assign_only_variables_of_its_own():

@@ -16,7 +16,7 @@ from forge.backends.cpu import heads as over_heads
 from forge.backends.cpu import threads
 from forge.backends.cpu.bfloat16 import bits, f32_of, narrow, wide
 from forge.backends.cpu.embedding import positions
-from forge.backends.cpu.head import SCRATCH_ROWS, dot, panels, softmax_row, stride
+from forge.backends.cpu.head import dot, panels, scratch_rows, softmax_row, stride
 from forge.backends.cpu.jit import forms, routine
 from forge.backends.cpu.layout import append, merge, split
 from forge.backends.cpu.tiles import LANES
@@ -206,14 +206,20 @@ def attention_backward_workspace(
 def _scratch(dtype: str, heads: int, queries: int, keys: int, D: int) -> list[Shape]:
     """Shapes of the packed keys, the probabilities and, in bfloat16, of what is widened."""
     workers = min(heads, threads.get_threads())
-    shapes: list[Shape] = [(workers, panels(keys), D, LANES), (workers, SCRATCH_ROWS, stride(keys))]
+    shapes: list[Shape] = [
+        (workers, panels(keys), D, LANES),
+        (workers, scratch_rows(keys), stride(keys)),
+    ]
     return shapes if dtype == "float32" else [*shapes, (workers, queries + keys, D)]
 
 
 def _backward_scratch(dtype: str, heads: int, T: int, D: int) -> list[Shape]:
     """The same for the gradient."""
     workers = min(heads, threads.get_threads())
-    shapes: list[Shape] = [(workers, 2, panels(T), D, LANES), (workers, 2, SCRATCH_ROWS, stride(T))]
+    shapes: list[Shape] = [
+        (workers, 2, panels(T), D, LANES),
+        (workers, 2, scratch_rows(T), stride(T)),
+    ]
     return shapes if dtype == "float32" else [*shapes, (workers, 8 * T * D)]
 
 

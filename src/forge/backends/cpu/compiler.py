@@ -21,6 +21,7 @@ from numba.core.runtime import rtsys
 # Not nnan, ninf: a NaN must reach the loss. Not arcp, afn: LLVM then replaces a vector's division
 # by an estimate, which turns 1/inf into NaN and gives a loop's tail other bits than its body.
 FASTMATH = {"contract", "reassoc", "nsz"}
+_MAKERS = {"empty", "zeros", "ones", "full"}
 OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
 
 
@@ -84,13 +85,30 @@ class Compiler(compiler.Compiler):  # type: ignore[misc]
 def part(function: Callable[..., Any]) -> Any:
     """`function` as one that others call, compiled for the types they call it with."""
     return numba.njit(
-        fastmath=FASTMATH, no_cpython_wrapper=True, pipeline_class=Compiler, **OPTIONS
+        fastmath=FASTMATH,
+        no_cpython_wrapper=True,
+        pipeline_class=Compiler,
+        _nrt=_allocates(function),
+        **OPTIONS,
     )(function)
+
+
+def _allocates(function: Callable[..., Any]) -> bool:
+    """Whether it makes arrays by one of _MAKERS, and so has to free them: it counts references.
+
+    Other functions need not count: a kernel's arguments outlive it, and what it makes outlives what
+    it calls. Each count is an atomic operation on a word that all threads share; a few for each row
+    of 128 elements took up to half of a kernel's time. Numba refuses to compile a function that
+    does not count and makes an array by other means, or returns one.
+    """
+    return not _MAKERS.isdisjoint(function.__code__.co_names)
 
 
 def compiled(function: Callable[..., Any], signature: str) -> Any:
     """The result of compiling `function` for a signature such as "void(float32[::1], int64)"."""
-    dispatcher = numba.njit(fastmath=FASTMATH, pipeline_class=Compiler, **OPTIONS)(function)
+    dispatcher = numba.njit(
+        fastmath=FASTMATH, pipeline_class=Compiler, _nrt=_allocates(function), **OPTIONS
+    )(function)
     with global_compiler_lock, _optimised_at(2):
         dispatcher.compile(signature)
     (result,) = dispatcher.overloads.values()

@@ -1,7 +1,7 @@
 """One attention head, inside a kernel: the products over the causal triangle and its softmax.
 
 T queries, D head width. Matrices are views into larger ones, given as an array and the (row,
-column) `at` which they begin. Probabilities are held for QUERIES rows at once, `s [QUERIES, keys]`;
+column) `at` which they begin. Probabilities are held for some rows at once, `s [rows + 1, keys]`;
 row r of them sees the keys 0 … first + r, and no product touches more than a tile beyond those.
 """
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from forge.backends.cpu.bfloat16 import wide
 from forge.backends.cpu.jit import device, routine
+from forge.backends.cpu.lanes import SIDE, clear, greatest, score_gradient, softmax, transpose_block
 from forge.backends.cpu.mathlib import exp, maximum
 from forge.backends.cpu.philox import keep_factors
 from forge.backends.cpu.tiles import LANES, ROWS, address, tile
@@ -19,11 +20,11 @@ from forge.backends.cpu.tiles import LANES, ROWS, address, tile
 f32 = np.float32
 u32 = np.uint32
 
-# 192 KiB of probabilities at 1024 keys: within a core's second-level cache. A multiple of ROWS, so
-# that a tile of keys lies on one side of the first query.
+# Rows of probabilities held at once: 192 KiB at 1024 keys, within a core's second-level cache. A
+# multiple of ROWS, so that a tile of keys lies on one side of the first query.
 QUERIES = 48
-# One row more holds a row's dropout factors.
-SCRATCH_ROWS = QUERIES + 1
+# Up to so many keys, all rows are held: 48 KiB.
+SHORT = 96
 # Dropout factors are made this many at a time, which is what LLVM vectorises Philox by at most.
 FACTORS = 32
 
@@ -31,6 +32,11 @@ FACTORS = 32
 def panels(keys: int) -> int:
     """How many panels of LANES transposed keys `pack` fills."""
     return (keys + LANES - 1) // LANES
+
+
+def scratch_rows(keys: int) -> int:
+    """Rows of probabilities that are held at once, and one for a row's dropout factors."""
+    return (QUERIES if keys > SHORT else (keys + ROWS - 1) // ROWS * ROWS) + 1
 
 
 def stride(keys: int) -> int:
@@ -46,12 +52,16 @@ def stride(keys: int) -> int:
 def pack(x: Any, at: Any, count: Any, packed: Any) -> None:
     """packed[j // LANES, d, j % LANES] = x[at + (j, d)]: transposed, and 0 past the last row."""
     D = packed.shape[1]
-    for j in range(0, count, LANES):
-        lanes = min(LANES, count - j)
-        for d in range(D):
-            row = packed[j // LANES, d]
-            for lane in range(LANES):
-                row[lane] = wide(x[at[0] + j + lane, at[1] + d]) if lane < lanes else f32(0.0)
+    rows = count // SIDE * SIDE
+    columns = D // SIDE * SIDE
+    for j in range(0, rows, SIDE):
+        panel = packed[j // LANES]
+        for d in range(0, columns, SIDE):
+            transpose_block(x, at[0] + j, at[1] + d, address(panel, d, j % LANES))
+    for j in range(_whole(count)):
+        panel = packed[j // LANES]
+        for d in range(columns if j < rows else 0, D):
+            panel[d, j % LANES] = wide(x[at[0] + j, at[1] + d]) if j < count else f32(0.0)
 
 
 @routine
@@ -119,12 +129,6 @@ def softmax_row(row: Any) -> Any:
 
 
 @routine
-def _fill(row: Any, start: Any, stop: Any, value: Any) -> None:
-    for j in range(start, stop):
-        row[j] = value
-
-
-@routine
 def dot(x: Any, y: Any) -> Any:
     """Sum of products."""
     total = f32(0.0)
@@ -141,7 +145,10 @@ def _times(row: Any, factors: Any) -> None:
 
 @routine
 def _keep(buffer: Any, count: Any, sample: Any, element: Any, dropout: Any, scale: Any) -> Any:
-    """The dropout factors of `count` elements from `element` on; Philox makes them by fours."""
+    """The dropout factors of `count` elements from `element` on; returns where they begin.
+
+    Philox makes them by fours.
+    """
     seed, step, site, first_sample, threshold = dropout
     lead = element % 4
     whole = (lead + count + FACTORS - 1) // FACTORS * FACTORS
@@ -155,12 +162,18 @@ def _keep(buffer: Any, count: Any, sample: Any, element: Any, dropout: Any, scal
         u32(threshold),
         scale,
     )
-    return buffer[lead : lead + count]
+    return lead
+
+
+@device
+def _group_end(r: Any, rows: Any) -> Any:
+    """Where the group of ROWS rows ends that r is of: products read its rows as far as the last."""
+    return min(r // ROWS * ROWS + ROWS, rows)
 
 
 @device
 def _whole(seen: Any) -> Any:
-    """`seen` keys and the masked ones that complete a vector: e^-inf = 0 costs less than a rest."""
+    """`seen` keys and those that complete a vector."""
     return (seen + LANES - 1) // LANES * LANES
 
 
@@ -188,30 +201,39 @@ def attend(
     D = keys.shape[1]
     T = lse.size
     scale = f32(1.0 / math.sqrt(D))
-    for t in range(0, T, QUERIES):
-        rows = min(QUERIES, T - t)
+    most = s.shape[0] - 1
+    for t in range(0, T, most):
+        rows = min(most, T - t)
         first = pos + t
         here = (at[0] + t, at[1])
         _by_row(q, here, keys, s, first, rows, scale)
         for r in range(rows):
+            lse[t + r] = greatest(address(s, r, 0), first + r + 1)
+        # A loop of its own, so that rows overlap in the processor: one is a chain of operations.
+        for r in range(rows):
             seen = first + r + 1
-            whole = _whole(seen)
-            _fill(s[r], seen, whole, f32(-np.inf))
-            lse[t + r] = softmax_row(s[r, :whole])
+            top = lse[t + r]
+            lse[t + r] = top + np.log(softmax(address(s, r, 0), seen, top))
             if dropout[4] > 0:
                 start = element[1] + (t + r) * T
-                _times(s[r, :seen], _keep(s[QUERIES], seen, element[0], start, dropout, factor))
-            _fill(s[r], whole, first + rows, f32(0.0))
+                lead = _keep(s[most], seen, element[0], start, dropout, factor)
+                _times(s[r, :seen], s[most, lead : lead + seen])
+            whole = _whole(seen)
+            if whole < first + _group_end(r, rows):
+                clear(address(s, r, whole))
         _over_keys(s, v, v_at, out, here, first, rows, D)
 
 
 @routine
-def _score_gradient(p: Any, dp: Any, lse: Any, delta: Any, scale: Any) -> None:
-    """Makes scores p probabilities, and the probabilities' gradients dp those of q k^T."""
-    for j in range(p.size):
-        e = exp(p[j] - lse)
-        p[j] = e
-        dp[j] = e * (dp[j] - delta) * scale
+def _deltas(out: Any, dout: Any, at: Any, D: Any, deltas: Any) -> None:
+    """sum(P dP) over a row of probabilities is sum(out dout): Dao (2023), FlashAttention-2."""
+    for r in range(deltas.size):
+        x = out[at[0] + r, at[1] : at[1] + D]
+        y = dout[at[0] + r, at[1] : at[1] + D]
+        total = f32(0.0)
+        for d in range(D):
+            total += x[d] * y[d]
+        deltas[r] = total
 
 
 @routine
@@ -243,29 +265,29 @@ def attend_backward(
     pack(qkv, v_at, T, packed[1])
     p = s[0]
     dp = s[1]
-    for first in range(0, T, QUERIES):
-        rows = min(QUERIES, T - first)
+    most = p.shape[0] - 1
+    for first in range(0, T, most):
+        rows = min(most, T - first)
         q_at = (row + first, column)
         _by_row(qkv, q_at, packed[0], p, first, rows, scale)
         _by_row(dout, q_at, packed[1], dp, first, rows, f32(1.0))
+        deltas = dp[most, :rows]
+        _deltas(out, dout, q_at, D, deltas)
         for r in range(rows):
             t = first + r
             seen = t + 1
-            whole = _whole(seen)
-            _fill(p[r], seen, whole, f32(-np.inf))
-            _fill(dp[r], seen, whole, f32(0.0))
-            # sum(P dP) over a row is sum(out dout): Dao (2023), FlashAttention-2.
-            delta = dot(out[row + t, column : column + D], dout[row + t, column : column + D])
-            kept = p[QUERIES, :seen]
+            lead = 0
             if dropout[4] > 0:
                 start = element[1] + t * T
-                kept = _keep(p[QUERIES], seen, element[0], start, dropout, factor)
-                _times(dp[r, :seen], kept)
-            _score_gradient(p[r, :whole], dp[r, :whole], lse[t], delta, scale)
+                lead = _keep(p[most], seen, element[0], start, dropout, factor)
+                _times(dp[r, :seen], p[most, lead : lead + seen])
+            score_gradient(address(p, r, 0), address(dp, r, 0), seen, lse[t], deltas[r], scale)
             if dropout[4] > 0:
-                _times(p[r, :seen], kept)
-            _fill(p[r], whole, first + rows, f32(0.0))
-            _fill(dp[r], whole, first + rows, f32(0.0))
+                _times(p[r, :seen], p[most, lead : lead + seen])
+            whole = _whole(seen)
+            if whole < first + _group_end(r, rows):
+                clear(address(p, r, whole))
+                clear(address(dp, r, whole))
         _over_rows(p, dout, q_at, dqkv, v_at, first, rows, D)
         _over_rows(dp, qkv, q_at, dqkv, k_at, first, rows, D)
         _over_keys(dp, qkv, k_at, dqkv, q_at, first, rows, D)

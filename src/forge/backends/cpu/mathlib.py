@@ -17,9 +17,8 @@ from forge.backends.cpu.jit import device
 f32 = np.float32
 
 _FLOAT = ir.FloatType()
-_WORD = ir.IntType(32)
 # Numba adds a kernel's fast-math flags only to instructions that have none.
-_FLAGS = ("contract",)
+FLAGS = ("contract",)
 
 
 @intrinsic
@@ -43,59 +42,76 @@ def exp(typing: Any, x: Any) -> Any:
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _Exp(builder).emit(args[0])
+        return Exp(builder, _FLOAT).emit(args[0])
 
     return types.float32(types.float32), generate
 
 
-class _Exp:
-    """Writes the instructions of e^x = 2^n e^r with integer n and |r| <= log(2) / 2."""
+class Exp:
+    """Writes the instructions of e^x = 2^n e^r with integer n and |r| <= log(2) / 2.
 
-    def __init__(self, builder: Any) -> None:
+    For x of the type `kind`, a float32 or a vector of them.
+    """
+
+    def __init__(self, builder: Any, kind: Any) -> None:
         self.builder = builder
-        kind = ir.FunctionType(_FLOAT, [_FLOAT] * 3)
-        self.fma_function = builder.module.declare_intrinsic("llvm.fma", [_FLOAT], kind)
+        self.kind = kind
+        self.lanes = kind.count if isinstance(kind, ir.VectorType) else 1
+        self.words = self._like(ir.IntType(32))
+        name = "llvm.fma.f32" if self.lanes == 1 else f"llvm.fma.v{self.lanes}f32"
+        known = builder.module.globals.get(name)
+        signature = ir.FunctionType(kind, [kind] * 3)
+        self.fma_function = known or ir.Function(builder.module, signature, name)
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """a b + c, rounded once."""
         return self.builder.call(self.fma_function, [a, b, c])
 
     def emit(self, x: Any) -> Any:
+        """e^x."""
         builder = self.builder
         # Comparisons are false for NaN, so it passes through.
-        low, high = _number(-104.0), _number(89.0)
+        low, high = self._number(-104.0), self._number(89.0)
         x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
         x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
         # Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
-        shifted = self.fma(x, _number(1.4426950408889634), _number(12582912.0))
-        n = builder.fsub(shifted, _number(12582912.0), flags=_FLAGS)
+        shifted = self.fma(x, self._number(1.4426950408889634), self._number(12582912.0))
+        n = builder.fsub(shifted, self._number(12582912.0), flags=FLAGS)
         # log(2) in two parts, the first with so few bits that n times it is exact.
-        r = self.fma(n, _number(-0.693359375), x)
-        r = self.fma(n, _number(2.12194440e-4), r)
-        p = _number(0.0013814540579915047)
+        r = self.fma(n, self._number(-0.693359375), x)
+        r = self.fma(n, self._number(2.12194440e-4), r)
+        p = self._number(0.0013814540579915047)
         for coefficient in (
             0.00836874544620514,
             0.04166838899254799,
             0.1666652113199234,
             0.4999999403953552,
         ):
-            p = self.fma(p, r, _number(coefficient))
-        p = self.fma(p, builder.fmul(r, r, flags=_FLAGS), r)
-        p = builder.fadd(p, _number(1.0), flags=_FLAGS)
+            p = self.fma(p, r, self._number(coefficient))
+        p = self.fma(p, builder.fmul(r, r, flags=FLAGS), r)
+        p = builder.fadd(p, self._number(1.0), flags=FLAGS)
         # Two factors, since 2^n itself may be infinite or denormal.
-        n = builder.sub(builder.bitcast(shifted, _WORD), ir.Constant(_WORD, 0x4B400000))
-        half = builder.ashr(n, ir.Constant(_WORD, 1))
-        p = builder.fmul(p, self.power(half), flags=_FLAGS)
-        return builder.fmul(p, self.power(builder.sub(n, half)), flags=_FLAGS)
+        n = builder.sub(builder.bitcast(shifted, self.words), self._word(0x4B400000))
+        half = builder.ashr(n, self._word(1))
+        p = builder.fmul(p, self._power(half), flags=FLAGS)
+        return builder.fmul(p, self._power(builder.sub(n, half)), flags=FLAGS)
 
-    def power(self, n: Any) -> Any:
+    def _power(self, n: Any) -> Any:
         """2^n for -126 <= n <= 127."""
-        biased = self.builder.add(n, ir.Constant(_WORD, 127))
-        return self.builder.bitcast(self.builder.shl(biased, ir.Constant(_WORD, 23)), _FLOAT)
+        biased = self.builder.add(n, self._word(127))
+        return self.builder.bitcast(self.builder.shl(biased, self._word(23)), self.kind)
 
+    def _like(self, element: Any) -> Any:
+        return element if self.lanes == 1 else ir.VectorType(element, self.lanes)
 
-def _number(value: float) -> Any:
-    return ir.Constant(_FLOAT, float(f32(value)))
+    def _number(self, value: float) -> Any:
+        return self._constant(self.kind, float(f32(value)))
+
+    def _word(self, value: int) -> Any:
+        return self._constant(self.words, value)
+
+    def _constant(self, kind: Any, value: Any) -> Any:
+        return ir.Constant(kind, value if self.lanes == 1 else [value] * self.lanes)
 
 
 @device

@@ -40,7 +40,7 @@ def transpose(typing: Any, x: Any, x_step: Any, out: Any, out_step: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, x_step, out, out_step = args
         rows = [_load(builder, _at(builder, x, x_step, r), _WORDS) for r in range(LANES)]
-        for r, row in enumerate(_transposed(builder, rows)):
+        for r, row in enumerate(transposed(builder, rows)):
             _store(builder, row, _at(builder, out, out_step, r))
         return context.get_dummy_value()
 
@@ -56,7 +56,7 @@ def weave(typing: Any, x: Any, x_step: Any, out: Any, out_step: Any) -> Any:
         x, x_step, out, out_step = args
         where = [_at(builder, x, x_step, r) for r in range(2 * LANES)]
         rows = [_woven(builder, where[2 * r], where[2 * r + 1]) for r in range(LANES)]
-        for r, row in enumerate(_transposed(builder, rows)):
+        for r, row in enumerate(transposed(builder, rows)):
             _store(builder, row, _at(builder, out, out_step, r))
         return context.get_dummy_value()
 
@@ -83,15 +83,22 @@ def _woven(builder: ir.IRBuilder, low: Any, high: Any) -> Any:
     return builder.or_(first, builder.shl(second, ir.Constant(_WORDS, [16] * LANES)))
 
 
-def _transposed(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """In four steps, each of which swaps a bit of the row's number with that of the lane's."""
+def transposed(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
+    """As many vectors of words as each has lanes, a power of two, transposed.
+
+    Each step swaps a bit of the row's number with that of the lane's.
+    """
     rows = list(rows)
-    for bit in (1, 2, 4, 8):
-        upper = [lane if not lane & bit else LANES + lane - bit for lane in range(LANES)]
-        lower = [lane + bit if not lane & bit else LANES + lane for lane in range(LANES)]
-        for r in range(LANES):
+    side = len(rows)
+    kind = ir.VectorType(_WORD, side)
+    bit = 1
+    while bit < side:
+        upper = [lane if not lane & bit else side + lane - bit for lane in range(side)]
+        lower = [lane + bit if not lane & bit else side + lane for lane in range(side)]
+        for r in range(side):
             if not r & bit:
                 a, b = rows[r], rows[r + bit]
-                rows[r] = builder.shuffle_vector(a, b, ir.Constant(_WORDS, upper))
-                rows[r + bit] = builder.shuffle_vector(a, b, ir.Constant(_WORDS, lower))
+                rows[r] = builder.shuffle_vector(a, b, ir.Constant(kind, upper))
+                rows[r + bit] = builder.shuffle_vector(a, b, ir.Constant(kind, lower))
+        bit *= 2
     return rows
