@@ -9,8 +9,24 @@ from typing import Any
 from numba import prange
 
 from forge.backends.cpu.bfloat16 import narrow, wide
-from forge.backends.cpu.head import attend, attend_backward, pack
-from forge.backends.cpu.jit import kernel, routine
+from forge.backends.cpu.head import SHORT, attend, attend_backward, pack
+from forge.backends.cpu.jit import device, kernel, routine
+
+
+@device
+def _places(head: Any, n_head: Any, T: Any, D: Any, where: Any) -> Any:
+    """Where a head's queries, keys and values begin; `where` as in `attention`."""
+    b = head // n_head
+    h = head % n_head
+    row = b * where[0] + h * where[1]
+    column = h * where[2]
+    return (b * T, h * D), (row, where[3] + column), (row, where[4] + column)
+
+
+@device
+def _soon(T: Any) -> Any:
+    """Rows of the next head to fetch beside one of T rows: of a long one none would be kept."""
+    return T if T <= SHORT else 0
 
 
 @kernel(
@@ -43,22 +59,24 @@ def attention(
         for head in range(worker, heads, workers):
             b = head // n_head
             h = head % n_head
-            row = b * where[0] + h * where[1]
-            column = h * where[2]
-            pack(k, (row, where[3] + column), pos[b] + T, keys[worker])
+            q_at, k_at, v_at = _places(head, n_head, T, D, where)
+            pack(k, k_at, pos[b] + T, keys[worker])
             attend(
                 q,
                 keys[worker],
                 v,
-                (row, where[4] + column),
+                v_at,
                 out,
-                (b * T, h * D),
+                q_at,
                 lse[head],
                 s[worker],
                 pos[b],
                 (b, h * T * T),
                 (dropout[0], dropout[1], dropout[2], dropout[3], dropout[4]),
                 factor,
+                (q, k, v),
+                _places(min(head + workers, heads - 1), n_head, T, D, where),
+                _soon(T),
             )
 
 
@@ -87,6 +105,7 @@ def attention_backward(
         for head in range(worker, heads, workers):
             b = head // n_head
             h = head % n_head
+            then = min(head + workers, heads - 1)
             attend_backward(
                 qkv,
                 out,
@@ -99,6 +118,9 @@ def attention_backward(
                 (b, h * T * T),
                 (dropout[0], dropout[1], dropout[2], dropout[3], dropout[4]),
                 factor,
+                (qkv, out, dout),
+                (then // n_head * T, then % n_head * D),
+                _soon(T),
             )
 
 
@@ -150,14 +172,12 @@ def low_attention(
         for head in range(worker, heads, workers):
             b = head // n_head
             h = head % n_head
-            row = b * where[0] + h * where[1]
-            column = h * where[2]
+            q_at, k_at, v_at = _places(head, n_head, T, D, where)
             own = widened[worker, :T]
             values = widened[worker, T : 2 * T + pos[b]]
-            at = (b * T, h * D)
-            _widen(q, at, own, 0, D)
-            pack(k, (row, where[3] + column), pos[b] + T, keys[worker])
-            _widen(v, (row, where[4] + column), values, 0, D)
+            _widen(q, q_at, own, 0, D)
+            pack(k, k_at, pos[b] + T, keys[worker])
+            _widen(v, v_at, values, 0, D)
             # A block's queries have been read when its results are written.
             attend(
                 own,
@@ -172,8 +192,11 @@ def low_attention(
                 (b, h * T * T),
                 (dropout[0], dropout[1], dropout[2], dropout[3], dropout[4]),
                 factor,
+                (q, k, v),
+                _places(min(head + workers, heads - 1), n_head, T, D, where),
+                _soon(T),
             )
-            _round(own, 0, out, at, D)
+            _round(own, 0, out, q_at, D)
 
 
 @kernel(
@@ -209,6 +232,7 @@ def low_attention_backward(
         for head in range(worker, heads, workers):
             b = head // n_head
             h = head % n_head
+            then = min(head + workers, heads - 1)
             at = (b * T, h * D)
             for part in range(3):
                 _widen(qkv, (b * T, part * C + h * D), x, part * D, D)
@@ -226,6 +250,9 @@ def low_attention_backward(
                 (b, h * T * T),
                 (dropout[0], dropout[1], dropout[2], dropout[3], dropout[4]),
                 factor,
+                (qkv, out, dout),
+                (then // n_head * T, then % n_head * D),
+                _soon(T),
             )
             for part in range(3):
                 _round(dx, part * D, dqkv, (b * T, part * C + h * D), D)
