@@ -35,10 +35,10 @@ def maximum(typing: Any, x: Any, y: Any) -> Any:
 
 @intrinsic
 def exp(typing: Any, x: Any) -> Any:
-    """e^x; 1.0 ulp, denormal results included; exp(-inf) = 0, overflow gives inf, NaN stays.
+    """e^x; 0.83 ulp; 0 below -87.7, where it would be denormal, inf above 88.37; NaN stays.
 
     Written in LLVM's IR with flags of its own: a kernel's `reassoc` would fold the constants of the
-    range reduction and the two powers.
+    range reduction.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -71,7 +71,7 @@ class Exp:
         """e^x."""
         builder = self.builder
         # Comparisons are false for NaN, so it passes through.
-        low, high = self._number(-104.0), self._number(89.0)
+        low, high = self._number(-88.0), self._number(89.0)
         x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
         x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
         # Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
@@ -86,20 +86,16 @@ class Exp:
             0.04166838899254799,
             0.1666652113199234,
             0.4999999403953552,
+            1.0,
+            1.0,
         ):
             p = self.fma(p, r, self._number(coefficient))
-        p = self.fma(p, builder.fmul(r, r, flags=FLAGS), r)
-        p = builder.fadd(p, self._number(1.0), flags=FLAGS)
-        # Two factors, since 2^n itself may be infinite or denormal.
-        n = builder.sub(builder.bitcast(shifted, self.words), self._word(0x4B400000))
-        half = builder.ashr(n, self._word(1))
-        p = builder.fmul(p, self._power(half), flags=FLAGS)
-        return builder.fmul(p, self._power(builder.sub(n, half)), flags=FLAGS)
-
-    def _power(self, n: Any) -> Any:
-        """2^n for -126 <= n <= 127."""
-        biased = self.builder.add(n, self._word(127))
-        return self.builder.bitcast(self.builder.shl(biased, self._word(23)), self.kind)
+        # n moves from the lowest bits to the exponent's, which leaves nothing of the 1.5 * 2^23; at
+        # n = -127 the power is 0, at 128 infinite. A second factor would serve the few powers that
+        # are denormal or above 2^127.5, and takes six of twenty-two instructions.
+        n = builder.shl(builder.bitcast(shifted, self.words), self._word(23))
+        power = builder.bitcast(builder.add(n, self._word(127 << 23)), self.kind)
+        return builder.fmul(p, power, flags=FLAGS)
 
     def _like(self, element: Any) -> Any:
         return element if self.lanes == 1 else ir.VectorType(element, self.lanes)
@@ -116,7 +112,7 @@ class Exp:
 
 @device
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + e^-x); 2.2 ulp, and 0 below -88.7."""
+    """1 / (1 + e^-x); 2.2 ulp, and 0 below -88.38."""
     return f32(1.0) / (f32(1.0) + exp(-x))
 
 
