@@ -308,7 +308,7 @@ def test_a_lost_gpu_is_no_refused_algorithm(library):
     library.refused, library.status = {1}, 13
     library.forget()
     for _ in range(2):
-        with pytest.raises(DeviceLostError, match="expected cuBLASLt to compute .*got status 13"):
+        with pytest.raises(DeviceLostError, match=r"expected cuBLASLt to compute .*got status 13"):
             library.run()
     assert library.file().read_text() == kept
 
