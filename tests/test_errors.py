@@ -74,7 +74,7 @@ def test_tensors_live_on_one_device(case, name):
 
 @pytest.mark.parametrize(("case", "name"), [row for row in ROWS if row.id not in ANY_DTYPE])
 def test_floats_and_integers_are_not_mixed_up(case, name):
-    swap = {"float32": "int64", "int64": "float32", "bool": "float32"}
+    swap = {"float32": "int64", "int64": "float32", "int8": "float32", "bool": "float32"}
     kind, message = misuse(case, name, lambda x: tensor(x, swap[x.dtype]))
     assert kind is DtypeError
     assert "float32" in message or "int64" in message
@@ -89,6 +89,10 @@ def f(*shape, dtype="float32", device="cpu"):
 
 def i(*values):
     return tensor(np.array(values), "int64")
+
+
+def b(*shape):
+    return f(*shape, dtype="int8")
 
 
 KEY = i(1, 2)
@@ -161,6 +165,63 @@ MISUSES = [
     ("linear", lambda: ops.linear(f(2, 3), f(3)), ShapeError, "w", "[3]"),
     ("linear", lambda: ops.linear(f(2, 3), f(3, 4), f(3)), ShapeError, "bias", "[3]"),
     ("linear", lambda: ops.linear(f(2, 3), f(3, 4), gelu="relu"), ArgumentError, "'relu'"),
+    ("cast", lambda: ops.cast(f(3), "int8"), DtypeError, "int8", "float32", "ops.quantize"),
+    ("tensor", lambda: tensor([1, 128], "int8"), DtypeError, "-128 to 127", "1 to 128"),
+    ("tensor", lambda: tensor([0.5], "int8"), DtypeError, "integers", "ops.quantize"),
+    ("tensor", lambda: tensor([math.nan], "int8"), DtypeError, "integers", "nan"),
+    ("quantize", lambda: ops.quantize(f()), ShapeError, "scalar"),
+    (
+        "quantize",
+        lambda: ops.quantize(tensor([1.0, math.inf])),
+        ArgumentError,
+        "finite",
+        "infinity",
+    ),
+    ("dequantize", lambda: ops.dequantize(b(3, 4), f(4)), ShapeError, "scale", "[3]", "[4]"),
+    ("dequantize", lambda: ops.dequantize(b(3), f(), "int64"), ArgumentError, "floating", "int64"),
+    ("dequantize", lambda: ops.dequantize(b(), f()), ShapeError, "scalar"),
+    (
+        "quantized_linear",
+        lambda: ops.quantized_linear(f(2, 3), b(5, 4), f(5)),
+        ShapeError,
+        "[2, 3]",
+        "[5, 4]",
+    ),
+    ("quantized_linear", lambda: ops.quantized_linear(f(3), b(3), f(3)), ShapeError, "rank 2"),
+    ("quantized_linear", lambda: ops.quantized_linear(f(3), f(5, 3), f(5)), DtypeError, "int8"),
+    (
+        "quantized_linear",
+        lambda: ops.quantized_linear(f(3), b(5, 3), f(5, dtype="float64")),
+        DtypeError,
+        "float64",
+    ),
+    (
+        "quantized_linear",
+        lambda: ops.quantized_linear(f(3), b(5, 3), f(5), f(4)),
+        ShapeError,
+        "bias",
+        "[4]",
+    ),
+    (
+        "quantized_linear",
+        lambda: ops.quantized_linear(f(3), b(5, 3), f(5), gelu="relu"),
+        ArgumentError,
+        "'relu'",
+    ),
+    (
+        "quantized_embedding",
+        lambda: ops.quantized_embedding(i(0, 7), b(7, 4), f(7)),
+        ArgumentError,
+        "[0, 7)",
+        "vocabulary",
+    ),
+    (
+        "quantized_embedding",
+        lambda: ops.quantized_embedding(i(0), b(7, 4), f(7), f(9, 5)),
+        ShapeError,
+        "wpe",
+        "[9, 5]",
+    ),
     ("sum_rows", lambda: ops.sum_rows(f()), ArgumentError, "scalar"),
     ("sum_rows", lambda: ops.sum_rows(f(2, 3), into=f(2)), ShapeError, "into", "[3]", "[2]"),
     ("sum_rows", lambda: ops.sum_rows(f(2, 3), into=[0, 0]), DtypeError, "list"),
@@ -469,6 +530,7 @@ def leaf(*shape):
         ("scatter_add_rows_", lambda: ops.scatter_add_rows_(leaf(3, 4), i(0), f(1, 4))),
         ("add_positions_", lambda: ops.add_positions_(f(3, 4), leaf(1, 2, 4))),
         ("kv_append_", lambda: ops.kv_append_(CACHE, CACHE, leaf(2, 1, 36), 0)),
+        ("quantize", lambda: ops.quantize(leaf(3, 4))),
         ("cached_attention", lambda: ops.cached_attention(leaf(2, 1, 12), CACHE, CACHE, 0)),
         (
             "attention_backward",
@@ -486,6 +548,7 @@ def test_an_op_without_a_gradient_refuses_a_var(op, call):
     [
         ("attention", lambda x: ops.attention(x, 2)),
         ("embedding", lambda x: ops.embedding(i(0, 1), x)),
+        ("quantized_linear", lambda x: ops.quantized_linear(x, b(5, 6), f(5))),
         ("cross_entropy", lambda x: ops.cross_entropy(x, i(*[0] * 6))),
         ("add_layernorm", lambda x: ops.add_layernorm(x, x, None, f(6), f(6))[1]),
     ],
@@ -501,6 +564,7 @@ def test_an_op_differentiable_once_refuses_a_second_sweep(op, call):
     ("op", "call"),
     [
         ("scale", lambda x, w: ops.scale(x, w)),
+        ("quantized_linear", lambda x, w: ops.quantized_linear(x, b(1, 3), ops.reshape(w, (1,)))),
         ("cross_entropy", lambda x, w: ops.cross_entropy(x, i(0, 0), w)),
         ("linear_cross_entropy", lambda x, w: ops.linear_cross_entropy(x, f(5, 3), i(0, 0), w)),
     ],
@@ -508,7 +572,9 @@ def test_an_op_differentiable_once_refuses_a_second_sweep(op, call):
 def test_a_constant_argument_refuses_a_var(op, call):
     tape = forge.Tape()
     out = call(tape.leaf(f(2, 3)), tape.leaf(f()))
-    with pytest.raises(GradientError, match=rf"^\[{op}\] expected a Tensor for (factor|weight)"):
+    with pytest.raises(
+        GradientError, match=rf"^\[{op}\] expected a Tensor for (factor|weight|scale)"
+    ):
         tape.backward(out, f(*out.shape))
 
 

@@ -72,8 +72,9 @@ IMPORTED_AS = {
 LOADED_BY = {"tbb": "libtbb.so", "scipy_openblas32": "scipy_openblas32"}
 
 # float32 kernels that the CPU leaves to the reference: none so far.
-# The first a model calls only where it is one kernel; the second is NumPy's own speed.
-CPU_FALLBACKS = {"decode_token", "argmax"}
+# The first a model calls only where it is one kernel; the second is NumPy's own speed; the third
+# runs once, when weights are loaded.
+CPU_FALLBACKS = {"decode_token", "argmax", "quantize"}
 BACKENDS = [
     path.name for path in (SOURCE / "backends").iterdir() if (path / "__init__.py").exists()
 ]

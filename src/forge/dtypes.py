@@ -1,7 +1,8 @@
 """Dtype names and what follows from them.
 
 Dtypes are strings everywhere in Forge; this is the one place that maps them to NumPy. bfloat16 is
-`ml_dtypes.bfloat16`: storage and casts, with arithmetic left to kernels that widen it.
+`ml_dtypes.bfloat16`: storage and casts, with arithmetic left to kernels that widen it. int8 stores
+quantized weights, each row of which has a scale beside it (`ops.quantize`).
 """
 
 import ml_dtypes
@@ -14,6 +15,7 @@ NUMPY: dict[str, np.dtype] = {
     "float64": np.dtype(np.float64),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "int64": np.dtype(np.int64),
+    "int8": np.dtype(np.int8),
     "bool": np.dtype(np.bool_),
 }
 NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in NUMPY.items()}
@@ -48,3 +50,16 @@ def check(op: str, dtype: str) -> str:
             'dtypes are named by strings, such as "float32"'
         )
     return dtype
+
+
+def fits_int8(op: str, array: np.ndarray) -> None:
+    """Raise `DtypeError` unless every element is one of int8's integers, -128 to 127."""
+    if array.dtype in (np.int8, np.bool_) or not array.size:
+        return
+    low, high = array.min(), array.max()
+    # A NaN fails the first comparison.
+    if not (low >= -128 and high <= 127) or (array != np.rint(array)).any():
+        raise DtypeError(
+            f"[{op}] expected integers from -128 to 127 for int8, got {array.dtype} numbers from "
+            f"{low} to {high}; ops.quantize rounds, with a scale for each row"
+        )

@@ -116,18 +116,7 @@ class Params(Mapping[str, Tensor]):
 
     def load_(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Copy arrays of the same names and shapes in; raises `ShapeError` where they differ."""
-        missing, extra = self.keys() - arrays.keys(), arrays.keys() - self.keys()
-        if missing or extra:
-            raise ShapeError(
-                f"[params] expected the model's {len(self)} names, got "
-                f"{_some(missing)} missing and {_some(extra)} unknown"
-            )
-        for name, view in self._views.items():
-            if arrays[name].shape != view.shape:
-                raise ShapeError(
-                    f"[params] expected {name} of shape {list(view.shape)}, "
-                    f"got {list(arrays[name].shape)}"
-                )
+        _check({name: view.shape for name, view in self._views.items()}, arrays)
         for name, view in self._views.items():
             view.device.memory.write(view, arrays[name])
         self.flat.storage.version += 1
@@ -157,6 +146,59 @@ class Params(Mapping[str, Tensor]):
         if not rows:
             return empty((0, 3), "int64", device)
         return tensor(np.array(rows, np.int64), device=device)
+
+
+class Int8Params(Mapping[str, Tensor]):
+    """Named Tensors for inference, matrices in int8; a read-only mapping, and its own `compute`.
+
+    A matrix of `matrices`, rows being output channels, is quantized into int8 under its own name
+    and the scales of its rows, float32, under the name with `scale` for `weight`; those in `turned`
+    are [in, out] and are transposed first. All else is float32. `shapes` and `arrays` map names as
+    files have them. Raises `ShapeError` where they differ.
+    """
+
+    precision = "int8"
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        arrays: Mapping[str, np.ndarray],
+        device: Device,
+        matrices: Collection[str],
+        turned: Collection[str],
+    ) -> None:
+        _check(shapes, arrays)
+        self.compute: dict[str, Tensor] = {}
+        for name in shapes:
+            array = arrays[name].T if name in turned else arrays[name]
+            value = tensor(array, "float32", device)
+            if name in matrices:
+                value, scale = ops.quantize(value)
+                self.compute[name.removesuffix("weight") + "scale"] = scale
+            self.compute[name] = value
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.compute[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.compute)
+
+    def __len__(self) -> int:
+        return len(self.compute)
+
+
+def _check(shapes: Mapping[str, Shape], arrays: Mapping[str, np.ndarray]) -> None:
+    missing, extra = shapes.keys() - arrays.keys(), arrays.keys() - shapes.keys()
+    if missing or extra:
+        raise ShapeError(
+            f"[params] expected the model's {len(shapes)} names, got "
+            f"{_some(missing)} missing and {_some(extra)} unknown"
+        )
+    for name, shape in shapes.items():
+        if arrays[name].shape != shape:
+            raise ShapeError(
+                f"[params] expected {name} of shape {list(shape)}, got {list(arrays[name].shape)}"
+            )
 
 
 def _some(names: Iterable[str]) -> str:

@@ -345,7 +345,7 @@ def tensor(array: Any, dtype: str | None = None, device: Device | str | None = N
     `array` is anything NumPy reads (numbers, sequences, arrays, Tensors) or that speaks DLPack;
     `dtype` defaults to its own, where Python's floats count as float32 and integers as int64;
     `device` defaults to a Tensor's own, else to the CPU. Raises `DtypeError` for a dtype that Forge
-    does not store.
+    does not store, and for numbers that are none of int8's.
     """
     if isinstance(array, Tensor):
         device = array.device if device is None else device
@@ -356,6 +356,8 @@ def tensor(array: Any, dtype: str | None = None, device: Device | str | None = N
     if dtype is None and pythons_own and source.dtype == np.float64:
         dtype = "float32"
     name = dtypes.from_numpy(source.dtype) if dtype is None else dtypes.check("tensor", dtype)
+    if name == "int8":
+        dtypes.fits_int8("tensor", source)
     out = empty(source.shape, name, Device("cpu" if device is None else device))
     out.device.memory.write(out, source)
     return out

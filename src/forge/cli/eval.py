@@ -27,7 +27,7 @@ def evaluate(
     stride: Annotated[int | None, INTEGER] = None,
     device: str = "auto",
     threads: Annotated[int | None, INTEGER] = None,
-    weights: Literal["fp32", "bf16"] | None = None,
+    weights: Literal["fp32", "bf16", "int8"] | None = None,
     json_: Annotated[bool, JSON] = False,
 ) -> int:
     """Measure how well a trained model predicts a text.
@@ -50,7 +50,7 @@ def evaluate(
         CPU threads (default: as many as cores).
     weights
         fp32 or bf16: the number format of weights and activations (default: the run's precision
-        where the device is fast in it, else fp32).
+        where the device is fast in it, else fp32); int8: that of matrices alone, on a CPU.
     json_
         Print one JSON document.
     """

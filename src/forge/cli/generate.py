@@ -41,7 +41,7 @@ def generate(
     n: Annotated[int, INTEGER] = 1,
     device: str = "auto",
     threads: Annotated[int | None, INTEGER] = None,
-    weights: Literal["fp32", "bf16"] | None = None,
+    weights: Literal["fp32", "bf16", "int8"] | None = None,
     json_: Annotated[bool, JSON] = False,
 ) -> int:
     """Continue a prompt with a trained model; the text appears as it is made.
@@ -78,7 +78,8 @@ def generate(
         CPU threads (default: as many as cores).
     weights
         fp32 or bf16: the number format of weights and activations (default: the run's precision
-        where the device is fast in it, else fp32). bf16 halves what decoding reads per token.
+        where the device is fast in it, else fp32). bf16 halves what decoding reads per token; int8,
+        of matrices alone and on a CPU, quarters it, and is nearly as good (see docs/runs.md).
     json_
         Print one JSON document: texts, tokens and their log-probabilities under the model.
     """

@@ -18,7 +18,7 @@ import numpy as np
 from forge import ops
 from forge.errors import ConfigError
 from forge.ops.token import decodes_by_token
-from forge.params import Params
+from forge.params import Int8Params, Params
 from forge.tensor import Device, Shape, Tensor, tensor, zeros
 
 # A GPU's products take four times as long with rows of 50257 logits as with rows of 50304.
@@ -124,6 +124,17 @@ class GPT2:
             padded["wte.weight"] = -(-V // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         return Params(shapes, device, rounded=rounded, padded=padded)
 
+    def quantized(self, arrays: Mapping[str, np.ndarray], device: Device) -> Int8Params:
+        """These parameters with all matrices but the positions' in int8: for inference alone.
+
+        Raises `ShapeError` where names or shapes are not the model's.
+        """
+        matrices = [name for name, shape in self.shapes().items() if len(shape) == 2]
+        matrices.remove("wpe.weight")  # a token reads one row of it
+        # All but wte are [in, out].
+        turned = [name for name in matrices if name != "wte.weight"]
+        return Int8Params(self.shapes(), arrays, device, matrices, turned)
+
     def init(self, seed: int) -> dict[str, np.ndarray]:
         """Initial parameters, float32: a pure function of the seed.
 
@@ -162,19 +173,20 @@ class GPT2:
         """
         c = self.config
         wte, wpe = params["wte.weight"], params["wpe.weight"]
-        h = ops.embedding(ids, wte, wpe, pos, order, rows=c.vocab_size)
+        if "wte.scale" in params:
+            h = ops.quantized_embedding(ids, wte, params["wte.scale"], wpe, pos)
+        else:
+            h = ops.embedding(ids, wte, wpe, pos, order, rows=c.vocab_size)
         h = self._dropout(h, c.embd_pdrop, rng, 0)
         y = ops.layernorm(
             h, params["h.0.ln_1.weight"], params["h.0.ln_1.bias"], c.layer_norm_epsilon
         )
         for layer in range(c.n_layer):
             p = f"h.{layer}."
-            qkv = ops.linear(y, params[p + "attn.c_attn.weight"], params[p + "attn.c_attn.bias"])
+            qkv = self._linear(params, p + "attn.c_attn", y)
             mixed = self._attention(qkv, layer, rng, cache, pos)
             h, y = self._branch(params, h, mixed, p + "attn.c_proj", p + "ln_2", rng, 3 * layer + 2)
-            wide = ops.linear(
-                y, params[p + "mlp.c_fc.weight"], params[p + "mlp.c_fc.bias"], gelu="tanh"
-            )
+            wide = self._linear(params, p + "mlp.c_fc", y, gelu="tanh")
             norm = f"h.{layer + 1}.ln_1" if layer + 1 < c.n_layer else "ln_f"
             h, y = self._branch(params, h, wide, p + "mlp.c_proj", norm, rng, 3 * layer + 3)
         return y
@@ -200,8 +212,10 @@ class GPT2:
         `weight` is the factor of their sum, by default 1 / their number.
         """
         y = self.hidden(params, ids, rng=rng, order=order)
-        rows = self.config.vocab_size
-        return ops.linear_cross_entropy(y, params["wte.weight"], targets, weight, rows=rows)
+        wte, rows = params["wte.weight"], self.config.vocab_size
+        if "wte.scale" in params:
+            wte = ops.dequantize(wte, params["wte.scale"])
+        return ops.linear_cross_entropy(y, wte, targets, weight, rows=rows)
 
     def cache(self, batch: int, length: int, device: Device, dtype: str = "float32") -> Cache:
         """Room for `length` positions of `batch` samples."""
@@ -223,9 +237,12 @@ class GPT2:
         if length > 1:
             last = tensor(np.arange(1, batch + 1) * length - 1, "int64", ids.device)
             y = ops.take(y, last)
-        logits: Tensor = ops.matmul(
-            y, params["wte.weight"], trans_b=True, b_rows=self.config.vocab_size
-        )
+        if "wte.scale" in params:
+            logits: Tensor = self._head(params, y)
+        else:
+            logits = ops.matmul(
+                y, params["wte.weight"], trans_b=True, b_rows=self.config.vocab_size
+            )
         return logits
 
     def _token(
@@ -251,8 +268,10 @@ class GPT2:
 
     def _head(self, params: Mapping[str, Any], y: Any) -> Any:
         """Logits [N, V] of y [N, C]: those of padded rows are dropped."""
-        logits = ops.matmul(y, params["wte.weight"], trans_b=True)
-        V = self.config.vocab_size
+        wte, V = params["wte.weight"], self.config.vocab_size
+        if "wte.scale" in params:
+            return ops.quantized_linear(y, wte, params["wte.scale"])
+        logits = ops.matmul(y, wte, trans_b=True)
         return logits if logits.shape[1] == V else ops.slice(logits, (0, 0), (y.shape[0], V))
 
     def _attention(
@@ -285,14 +304,30 @@ class GPT2:
     ) -> Any:
         """Add a branch's projection to the residual stream h, and normalise what comes next."""
         c = self.config
-        w, bias = params[projection + ".weight"], params[projection + ".bias"]
+        bias = params[projection + ".bias"]
         gamma, beta = params[norm + ".weight"], params[norm + ".bias"]
         if rng is None or c.resid_pdrop == 0.0:
-            branch = ops.linear(x, w)
+            branch = self._linear(params, projection, x, biased=False)
         else:
             # Dropout covers the bias too, so it cannot wait for the addition.
-            branch, bias = self._dropout(ops.linear(x, w, bias), c.resid_pdrop, rng, site), None
+            branch = self._linear(params, projection, x)
+            branch, bias = self._dropout(branch, c.resid_pdrop, rng, site), None
         return ops.add_layernorm(h, branch, bias, gamma, beta, c.layer_norm_epsilon)
+
+    @staticmethod
+    def _linear(
+        params: Mapping[str, Any],
+        name: str,
+        x: Any,
+        *,
+        biased: bool = True,
+        gelu: str | None = None,
+    ) -> Any:
+        """A linear layer of x, whose weights are in int8 where they have a scale."""
+        w, bias = params[name + ".weight"], params[name + ".bias"] if biased else None
+        if name + ".scale" in params:
+            return ops.quantized_linear(x, w, params[name + ".scale"], bias, gelu=gelu)
+        return ops.linear(x, w, bias, gelu=gelu)
 
     @staticmethod
     def _dropout(x: Any, p: float, rng: Rng | None, site: int) -> Any:

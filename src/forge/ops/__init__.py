@@ -40,6 +40,7 @@ from forge.ops.pointwise import (
     tanh,
     where,
 )
+from forge.ops.quantized import dequantize, quantize, quantized_embedding, quantized_linear
 from forge.ops.reduce import argmax, max, mean, sum, sum_rows, sum_to
 from forge.ops.shape import broadcast_to, concat, reshape, slice, transpose, unslice
 from forge.ops.token import decode_token_
@@ -63,6 +64,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "decode_token_",
+    "dequantize",
     "div",
     "dropout",
     "embedding",
@@ -83,6 +85,9 @@ __all__ = [
     "merge_heads",
     "mul",
     "neg",
+    "quantize",
+    "quantized_embedding",
+    "quantized_linear",
     "reshape",
     "scale",
     "scatter_add_rows_",

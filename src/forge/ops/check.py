@@ -110,6 +110,17 @@ def integers(op: str, **args: Any) -> Device:
     return device
 
 
+def int8(op: str, **args: Any) -> None:
+    """Raise unless all are int8 Tensors on one device."""
+    tensors(op, **args)
+    for x in args.values():
+        if x.dtype != "int8":
+            raise DtypeError(
+                f"[{op}] expected int8 Tensors, got {describe(args)}; ops.quantize makes such of "
+                "floating ones"
+            )
+
+
 def shape(op: str, name: str, got: Shape, expected: Shape, **args: Any) -> None:
     """Raise `ShapeError` unless `got`, of the argument `name`, is `expected`."""
     if got != expected:

@@ -238,9 +238,14 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
 def cast(x: Tensor, dtype: str) -> Tensor:
     """x in another dtype, to the nearest, ties to even. Differentiable twice between floating ones.
 
-    Raises DtypeError. One rounding.
+    From int8, but not to it. Raises DtypeError. One rounding.
     """
     check.tensors("cast", x=x)
+    if dtype == "int8":
+        raise DtypeError(
+            f"[cast] expected another dtype than int8, got it for {check.describe({'x': x})}; "
+            "ops.quantize rounds to it, with a scale for each row"
+        )
     out = empty(x.shape, dtypes.check("cast", dtype), x.device)
     kernels(x).cast(x, out=out)
     return out

@@ -30,6 +30,8 @@ from forge.tensor import Device, zeros
 _COMPUTING = ("numpy", "numba", "llvmlite", "scipy-openblas32", "ml_dtypes")
 # What --device takes.
 DEVICES = ("auto", "cpu", "cuda", "reference")
+# What a model in each precision is made of.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 # Weights and two moments, which wait on the host while a checkpoint is written.
 _SNAPSHOT_COPIES = 3
 
@@ -171,12 +173,13 @@ def use_tf32(device: Device, allowed: bool) -> None:
 def prepare(device: Device, *kinds: str, precision: str = "fp32") -> None:
     """Compile the device's kernels for these kinds of work, unless this machine has them.
 
-    "train", "dropout", "eval", "generate" or "all"; `precision` is what a model computes in.
+    "train", "dropout", "eval", "generate" or "all"; `precision` is what a model computes in, or
+    "int8" where its weights are.
     """
     if device.kind == "cpu":
         from forge.backends.cpu import prepare
 
-        prepare.prepare(*kinds, dtype="bfloat16" if precision == "bf16" else "float32")
+        prepare.prepare(*kinds, dtype=DTYPES[precision])
 
 
 def prepare_training(config: Config, device: Device) -> None:

@@ -18,7 +18,7 @@ from forge.data.loader import IGNORE_INDEX
 from forge.data.tokenizer import Tokens
 from forge.errors import ArgumentError, DataError
 from forge.models.gpt2 import GPT2
-from forge.params import Params
+from forge.params import Int8Params, Params
 from forge.run import choices
 from forge.tensor import tensor
 
@@ -45,7 +45,7 @@ class Score:
 
 def score(
     model: GPT2,
-    params: Params,
+    params: Params | Int8Params,
     tokens: Tokens,
     stride: int | None = None,
     progress: Callable[[int, int], None] = lambda done, windows: None,
@@ -65,7 +65,7 @@ def score(
     if len(tokens) < 2:
         raise DataError(f"[eval] expected at least 2 tokens, got {len(tokens)}; give a longer text")
     windows = 1 + max(0, -(-(len(tokens) - 1 - T) // stride))
-    device = params.flat.device
+    device = next(iter(params.values())).device
     choices.prepare(device, "eval", precision=params.precision)
     one = tensor(1.0, device=device)
     size = max(1, _BATCH_TOKENS // T)

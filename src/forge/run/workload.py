@@ -25,6 +25,7 @@ MODELS = {
     "baby": GPT2Config(vocab_size=256, block_size=64, n_layer=4, n_head=4, n_embd=128),
     "124M": GPT2Config(),
 }
+# Dtype of what a token's products are of.
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 

@@ -56,6 +56,11 @@ def ids(limit: int, *shape: int) -> Draw:
     return Draw(shape, lambda rng, s: rng.integers(0, limit, s), floating=False)
 
 
+def int8(*shape: int) -> Draw:
+    """int8 numbers from -127 to 127."""
+    return Draw(shape, lambda rng, s: rng.integers(-127, 128, s, np.int8), floating=False)
+
+
 def flags(*shape: int) -> Draw:
     """Bools."""
     return Draw(shape, lambda rng, s: rng.random(s) < 0.5, floating=False)

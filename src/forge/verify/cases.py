@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from forge.verify import composites
-from forge.verify.case import Case, flags, given, ids, nonzero, normal, positive, steps
+from forge.verify.case import Case, Draw, flags, given, ids, int8, nonzero, normal, positive, steps
 from forge.verify.cases_fused import fused
 
 SHAPES = ((7, 33), (130, 80), (2, 3, 129), (1,), (), (0, 5))
@@ -47,6 +49,7 @@ def _pointwise() -> list[Case]:
         ),
         Case("cast", {"x": ids(9, 7, 5)}, {"dtype": "float32"}, tolerance=0),
         Case("cast", {"x": flags(7, 5)}, {"dtype": "int64"}, tolerance=0),
+        Case("cast", {"x": int8(7, 5)}, {"dtype": "bfloat16"}, tolerance=0),
         *(
             # Around 1, since at -0.75, where the slope is 0, a scalar has no relative error.
             Case(
@@ -121,6 +124,7 @@ def _shape() -> list[Case]:
         Case("take", {"x": (3,), "ids": ids(3)}, **summed),
         Case("take", {"x": (3, 5), "ids": ids(3, 0)}, **summed),
         Case("take", {"x": ids(9, 7), "ids": ids(7, 5)}, **exact),
+        Case("take", {"x": int8(7, 33), "ids": ids(7, 5)}, **exact),
     ]
 
 
@@ -180,6 +184,80 @@ def _products() -> list[Case]:
     ]
 
 
+def _quantized() -> list[Case]:
+    """A scale is of the size that a weight's own numbers give it."""
+    masters: dict[str, Any] = {"masters": ("scale",)}
+    return [
+        *(
+            Case("quantize", {"x": x}, tolerance=1)
+            for x in ((7, 33), (130, 80), (2, 3, 129), (5,), (1, 1), (0, 5), (3, 0))
+        ),
+        Case("quantize", {"x": given(np.zeros((3, 5)), np.float64)}, tolerance=0),
+        *(
+            Case(
+                "dequantize",
+                {"q": int8(*q), "scale": positive(*q[:-1])},
+                composite=composites.dequantize,
+                **masters,
+            )
+            for q in ((7, 33), (130, 80), (2, 3, 129), (5,), (0, 5), (3, 0))
+        ),
+        *(
+            Case(
+                "quantized_linear",
+                {
+                    "x": x,
+                    "w": int8(m, x[-1]),
+                    "scale": Draw((m,), lambda rng, s: rng.uniform(0.5, 2.0, s) / 127),
+                    "bias": (m,) if bias else None,
+                },
+                {"gelu": gelu},
+                tolerance=4,
+                terms=max(*x, m),
+                constant=("scale",),
+                composite=composites.quantized_linear,
+                **masters,
+            )
+            for x, m, bias, gelu in (
+                ((7, 33), 5, True, None),
+                ((8, 129), 203, True, "tanh"),
+                ((130, 80), 129, True, "tanh"),
+                ((9, 33), 130, False, None),
+                ((2, 3, 16), 33, True, "erf"),
+                ((2, 5, 16), 33, False, "erf"),
+                ((33,), 7, False, "tanh"),
+                ((1, 1), 1, True, None),
+                ((1, 800), 2000, True, "tanh"),
+                ((0, 5), 3, True, "tanh"),
+                ((3, 0), 5, True, None),
+                ((3, 5), 0, False, None),
+            )
+        ),
+        *(
+            Case(
+                "quantized_embedding",
+                {
+                    "ids": ids(v, *n),
+                    "wte": int8(v, c),
+                    "scale": positive(v),
+                    "wpe": None if wpe is None else (wpe, c),
+                    "pos": pos,
+                },
+                tolerance=2,
+                composite=composites.quantized_embedding,
+            )
+            for v, n, c, wpe, pos in (
+                (7, (5,), 33, 5, 0),
+                (130, (2, 33), 129, 40, 7),
+                (7, (2, 130), 80, None, 0),
+                (9, (3, 5), 7, 20, given([0, 15, 2])),
+                (1, (1, 1), 1, 1, 0),
+                (3, (0, 5), 4, 5, 0),
+            )
+        ),
+    ]
+
+
 def _reduce() -> list[Case]:
     axes = (
         ((7, 33), None),
@@ -224,4 +302,4 @@ def _reduce() -> list[Case]:
     ]
 
 
-CASES = (*_pointwise(), *_shape(), *_products(), *_reduce(), *fused())
+CASES = (*_pointwise(), *_shape(), *_products(), *_quantized(), *_reduce(), *fused())

@@ -29,6 +29,24 @@ def linear(x: Any, w: Any, bias: Any = None, *, gelu: str | None = None) -> Any:
     return y if gelu is None else ops.gelu(y, form=gelu)
 
 
+def dequantize(q: Any, scale: Any, dtype: str | None = None) -> Any:
+    """A product of the numbers with their row's scale."""
+    whole = ops.cast(q, scale.dtype) * ops.reshape(scale, (*scale.shape, 1))
+    return whole if dtype is None else ops.cast(whole, dtype)
+
+
+def quantized_linear(
+    x: Any, w: Any, scale: Any, bias: Any = None, *, gelu: str | None = None
+) -> Any:
+    """linear of the weights as they were meant."""
+    return ops.linear(x, ops.transpose(ops.dequantize(w, scale)), bias, gelu=gelu)
+
+
+def quantized_embedding(ids: Any, wte: Any, scale: Any, wpe: Any = None, pos: Any = 0) -> Any:
+    """embedding of the rows as they were meant."""
+    return ops.embedding(ids, ops.dequantize(wte, scale), wpe, pos)
+
+
 def layernorm(x: Any, gamma: Any, beta: Any, eps: float = 1e-5) -> Any:
     """Mean and variance by `mean`; 1 / sqrt(v) as e^(-log(v) / 2)."""
     centred = x - ops.mean(x, -1, keepdims=True)

@@ -44,8 +44,11 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "update": ("global_norm", "all_finite"),
 }
 
-# Of float32 alone: an update's masters and moments.
-WIDE: dict[str, tuple[str, ...]] = {"update": ("adamw",)}
+# Of float32 alone: an update's masters and moments, and what meets weights in int8.
+WIDE: dict[str, tuple[str, ...]] = {
+    "update": ("adamw",),
+    "quantized": ("dequantize", "quantized_linear", "quantized_embedding"),
+}
 
 MOVERS: dict[str, tuple[str, ...]] = {
     "pointwise": ("where", "cast"),
@@ -64,10 +67,11 @@ WORKSPACE = (
     "cached_attention",
     "cross_entropy",
     "linear_cross_entropy",
+    "quantized_linear",
 )
 
 KERNELS = {
     **table("forge.backends.cpu", FAMILIES, frozenset({"float32", "bfloat16"}), WORKSPACE),
-    **table("forge.backends.cpu", WIDE, frozenset({"float32"})),
+    **table("forge.backends.cpu", WIDE, frozenset({"float32"}), WORKSPACE),
     **table("forge.backends.cpu", MOVERS, frozenset(NUMPY)),
 }

@@ -33,11 +33,13 @@ def f32_of(x: Tensor) -> np.ndarray:
 
 @intrinsic
 def wide(typing: Any, x: Any) -> Any:
-    """The float32 value of an element: of bfloat16's bits, or of float32 itself."""
+    """The float32 value of an element: of bfloat16's bits, of an int8, or of float32 itself."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if x == types.float32:
             return args[0]
+        if x == types.int8:
+            return builder.sitofp(args[0], _FLOAT)
         word = builder.shl(builder.zext(args[0], _WORD), ir.Constant(_WORD, 16))
         return builder.bitcast(word, _FLOAT)
 

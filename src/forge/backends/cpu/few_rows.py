@@ -17,8 +17,8 @@ from forge.backends.cpu.mathlib import gelu_tanh
 
 f32 = np.float32
 
-# Rows of B that a thread takes at a time.
-_DEPTH = 64
+# Rows of B that a thread takes at a time: GPT-2's matrices have a multiple of eight times as many.
+_DEPTH = 96
 
 # a, b, bias, out, pre, all of rank 3 but the bias; bias and pre are of size 0 where there is none.
 ARRAYS = "T[:, :, ::1], T[:, :, ::1], T[::1], T[:, :, ::1], T[:, :, ::1]"
@@ -45,10 +45,12 @@ def few_rows(
         put(a[0, m], x[m], f32(1.0), False)
     sums = np.empty((1 if trans_b else tiles, M, N), f32)
     for t in prange(tiles):
+        first = t * _DEPTH
+        stop = min(N if trans_b else K, first + _DEPTH)
         if trans_b:
-            _dots(x, b[0], sums[0], t * _DEPTH)
+            dots(x, b[0], sums[0], first, stop)
         else:
-            _weighted(x, b[0], sums[t], t * _DEPTH)
+            _weighted(x, b[0], sums[t], first, stop)
     for m in range(M):
         row = sums[0, m]
         if not trans_b:
@@ -96,9 +98,26 @@ def _times_plus(row: Any, factor: Any, bias: Any) -> None:
 
 
 @routine
-def _dots(a: Any, b: Any, c: Any, first: Any) -> None:
-    """`_DEPTH` columns of c = a b^T."""
-    for n in range(first, min(c.shape[1], first + _DEPTH)):
+def dots(a: Any, b: Any, c: Any, first: Any, stop: Any) -> None:
+    """Columns `first` … `stop` - 1 of c = a b^T.
+
+    Four rows of b at a time, a quarter of them all apart: four streams, each of which goes on where
+    it was, are read from memory 1.3 to 2 times as fast as four rows next to each other.
+    """
+    apart = (stop - first) // 4
+    for n in range(first, first + apart):
+        b0, b1, b2, b3 = b[n], b[n + apart], b[n + 2 * apart], b[n + 3 * apart]
+        for m in range(a.shape[0]):
+            x = a[m]
+            t0 = t1 = t2 = t3 = f32(0.0)
+            for k in range(x.size):
+                t0 += x[k] * wide(b0[k])
+                t1 += x[k] * wide(b1[k])
+                t2 += x[k] * wide(b2[k])
+                t3 += x[k] * wide(b3[k])
+            c[m, n], c[m, n + apart] = t0, t1
+            c[m, n + 2 * apart], c[m, n + 3 * apart] = t2, t3
+    for n in range(first + 4 * apart, stop):
         y = b[n]
         for m in range(a.shape[0]):
             x = a[m]
@@ -109,22 +128,21 @@ def _dots(a: Any, b: Any, c: Any, first: Any) -> None:
 
 
 @routine
-def _weighted(a: Any, b: Any, sums: Any, first: Any) -> None:
-    """sums[m] = the sum over `_DEPTH` values of k of a[m, k] b[k]."""
-    M, K = a.shape
-    for m in range(M):
-        put(b[first], sums[m], a[m, first], False)
-    stop = min(K, first + _DEPTH)
-    fours = first + 1 + (stop - first - 1) // 4 * 4
-    # Four rows of B at a time: as many streams from memory, and a quarter of the traffic on sums.
-    for k in range(first + 1, fours, 4):
-        b0, b1, b2, b3 = b[k], b[k + 1], b[k + 2], b[k + 3]
-        for m in range(M):
-            x0, x1, x2, x3 = a[m, k], a[m, k + 1], a[m, k + 2], a[m, k + 3]
+def _weighted(a: Any, b: Any, sums: Any, first: Any, stop: Any) -> None:
+    """sums[m] = the sum over k = `first` … `stop` - 1 of a[m, k] b[k]; streams as in `dots`."""
+    apart = (stop - first) // 4
+    sums[:] = f32(0.0)
+    for k in range(first, first + apart):
+        b0, b1, b2, b3 = b[k], b[k + apart], b[k + 2 * apart], b[k + 3 * apart]
+        for m in range(a.shape[0]):
+            x = a[m]
+            x0, x1, x2, x3 = x[k], x[k + apart], x[k + 2 * apart], x[k + 3 * apart]
             row = sums[m]
             for j in range(row.size):
-                low = x0 * wide(b0[j]) + x1 * wide(b1[j])
-                row[j] += low + (x2 * wide(b2[j]) + x3 * wide(b3[j]))
-    for k in range(fours, stop):
-        for m in range(M):
+                total = row[j] + x0 * wide(b0[j])
+                total += x1 * wide(b1[j])
+                total += x2 * wide(b2[j])
+                row[j] = total + x3 * wide(b3[j])
+    for k in range(first + 4 * apart, stop):
+        for m in range(a.shape[0]):
             put(b[k], sums[m], a[m, k], True)

@@ -1,6 +1,6 @@
 """Products: which kernel makes which.
 
-Up to `_FEW` rows (decoding) the loops of `few_rows` serve: a row has the same bits at any place,
+Up to `FEW` rows (decoding) the loops of `few_rows` serve: a row has the same bits at any place,
 though not those it has among more rows. Above that `wide_product` serves float32, by OpenBLAS, and
 `low_product` bfloat16, by a kernel of our own. A row's bits don't depend on the rows beside it, nor
 on the threads; in float32 they depend on its place modulo 24.
@@ -8,6 +8,8 @@ on the threads; in float32 they depend on its place modulo 24.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ f32 = np.float32
 Array = np.ndarray
 
 # Rows that are better off without sgemm.
-_FEW = 8
+FEW = 8
 # An absent pre, and of its first row an absent bias.
 _NONE = {np.dtype(dtype): np.zeros((1, 1, 0), dtype) for dtype in (np.float32, np.uint16)}
 _ONE = f32(1.0)
@@ -60,19 +62,28 @@ def linear(
     x: Tensor, w: Tensor, bias: Tensor | None, *, out: Tensor, pre: Tensor | None, gelu: str | None
 ) -> None:
     """pre = x w + bias; out = gelu(pre), or pre itself where gelu is None."""
-    operands = bits(x), bits(w), None if bias is None else bits(bias)
-    result, before = bits(out), None if pre is None else bits(pre)
+    run = partial(product, bits(x), bits(w), None if bias is None else bits(bias))
+    with_gelu(run, x.dtype, bits(out), None if pre is None else bits(pre), gelu)
+
+
+def with_gelu(
+    run: Callable[..., None], dtype: str, out: Array, pre: Array | None, gelu: str | None
+) -> None:
+    """pre = a product, out = gelu(pre) or pre itself; `run(out=…, pre=…, gelu=…)` is the product.
+
+    It fuses the tanh form of gelu; the other is a pass of its own.
+    """
     if gelu == "tanh":
-        product(*operands, out=result, pre=before, gelu=True)
+        run(out=out, pre=pre, gelu=True)
         return
-    first = result if before is None else before
-    product(*operands, out=first)
+    first = out if pre is None else pre
+    run(out=first)
     if gelu is not None:
-        # Only the tanh form is fused. A kernel whose arrays are one does not vectorise.
-        source = first.copy() if first is result else first
-        gelu_array[x.dtype](source.reshape(-1), result.reshape(-1), True)
-    elif before is not None:
-        np.copyto(result, before)
+        # A kernel whose arrays are one does not vectorise.
+        source = first.copy() if first is out else first
+        gelu_array[dtype](source.reshape(-1), out.reshape(-1), True)
+    elif pre is not None:
+        np.copyto(out, pre)
 
 
 def product(
@@ -131,7 +142,7 @@ def product(
 
 def _few(shape: Shape, trans_a: bool) -> bool:
     """Whether `few_rows` makes an out of this shape."""
-    return len(shape) == 2 and shape[0] <= _FEW and not trans_a
+    return len(shape) == 2 and shape[0] <= FEW and not trans_a
 
 
 def product_workspace(

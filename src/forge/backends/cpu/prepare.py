@@ -17,7 +17,7 @@ from forge.errors import DeviceError
 
 # More processes would each import Numba to compile a kernel or two.
 _MOST_WORKERS = 8
-_F32, _BF16 = "float32", "bfloat16"
+_F32, _BF16, _INT8 = "float32", "bfloat16", "int8"
 _EVAL = (
     "embedding:_embedding:T",
     "norm:_layernorm:T",
@@ -70,13 +70,22 @@ _LOW = {
         "low_product:_product:T,U",
     ),
 }
+# What weights in int8 call in its place; T is float32 for them.
+_QUANTIZED = {
+    "embedding:_embedding:T": ("quantized:_embedding",),
+    "few_rows:few_rows:T": ("quantized:_few_rows",),
+    "wide_product:_tiles": ("wide_product:_tiles", "quantized:_dequantize"),
+}
+_INSTEAD: dict[str, dict[str, tuple[str, ...]]] = {_F32: {}, _BF16: _LOW, _INT8: _QUANTIZED}
 
 
 def names(kind: str, dtype: str) -> list[str]:
     """Names of the kernels that a kind of work calls in a dtype, without the package's."""
     found = []
+    instead = _INSTEAD[dtype]
+    dtype = _F32 if dtype == _INT8 else dtype
     for each in NEEDED[kind]:
-        for name in _LOW.get(each, (each,)) if dtype == _BF16 else (each,):
+        for name in instead.get(each, (each,)):
             module, function, *form = name.split(":")
             dtypes = [
                 {"T": dtype, "U": _F32}[letter] for part in form for letter in part.split(",")
@@ -86,7 +95,7 @@ def names(kind: str, dtype: str) -> list[str]:
 
 
 def prepare(*kinds: str, dtype: str = _F32) -> None:
-    """Compile what these kinds of work call in a dtype, unless it is stored.
+    """Compile what these kinds of work call in a dtype, or with int8 weights, unless it is stored.
 
     The kinds are keys of `NEEDED`, or "all": every kernel, whatever its dtype.
 

@@ -34,6 +34,7 @@ _POINTER = {
         "float64": "*fp64",
         "bfloat16": "*bf16",
         "int64": "*i64",
+        "int8": "*i8",
         "bool": "*i1",
     }.items()
 }

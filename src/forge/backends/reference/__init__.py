@@ -28,6 +28,7 @@ FAMILIES = {
     ),
     "shape": ("transpose", "slice", "unslice", "concat", "broadcast_to", "take"),
     "linear": ("matmul", "linear"),
+    "quantized": ("quantize", "dequantize", "quantized_linear", "quantized_embedding"),
     "reduce": ("sum_rows", "sum_to", "max", "argmax", "finite", "extent"),
     "norm": ("layernorm", "layernorm_backward", "add_layernorm", "add_layernorm_backward"),
     "attention": (
