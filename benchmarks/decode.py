@@ -5,10 +5,11 @@ python benchmarks/decode.py [--device cpu|cuda] [--model baby|124M|1.5B] [--prec
 
 Greedy, a token at a time, at positions from a tenth of the context on. PyTorch compiled into CUDA
 graphs (reduce-overhead) over a static cache on a GPU; on a CPU eager and compiled, in fp32 and
-beside it in bf16. Forge is run in the one precision asked for. Rows as in train_step.py.
+beside it in bf16. Forge is run in the one precision asked for and, on a CPU, with weights in the
+others too, int8 among them. Rows as in train_step.py.
 
 On a CPU the last column is the share of the bandwidth that this machine, measured in the same run,
-reads its memory with: of the weights' bytes, all of which each token reads.
+reads its memory with: of the weights' bytes as stored, all of which each token reads.
 """
 
 import argparse
@@ -20,6 +21,11 @@ from sides import Side, default_threads, run
 from table import Peer, chosen, measure, options_of, rows_of, show, show_kernels
 
 FORGE = Peer("Forge", "forge_side.py")
+# In ratios these are no peers.
+OTHERS = [
+    Peer(f"Forge, {precision}", "forge_side.py", (), precision)
+    for precision in ("fp32", "bf16", "int8")
+]
 TORCH = "torch_side.py"
 PEERS = {
     "cuda": {
@@ -40,7 +46,7 @@ DEFAULT = {
     ("cpu", "fp32"): "eager,compiled,bf16",
     ("cpu", "bf16"): "bf16",
 }
-BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 def main():
@@ -62,6 +68,8 @@ def main():
             side = Side("decode", args.device, args.model, precision, batch, 1, threads)
             limits = run("ceilings.py", side) if args.device == "cpu" else None
             sides = [FORGE, *peers]
+            if args.device == "cpu":
+                sides[1:1] = [other for other in OTHERS if other.precision != precision]
             results = measure(side, sides, args, lambda r: r["batch"])
             work = f"decode {side.model} B={batch} {side.device}"
             rows += rows_of(work, side, peers, results)
@@ -81,7 +89,8 @@ def share(rate, precision, side, limits):
     if not limits or side.model == "baby":
         # The baby's weights stay in the cache.
         return ""
-    read = side.weights * BYTES[precision] * rate / side.batch
+    stored = side.weights * BYTES[precision] + (4 * side.channels if precision == "int8" else 0)
+    read = stored * rate / side.batch
     return f"{read / limits['read']:.0%} of bandwidth"
 
 

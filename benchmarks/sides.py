@@ -62,6 +62,12 @@ class Side(NamedTuple):
         return sizes["n_layer"] * 12 * sizes["n_embd"] ** 2 + sizes["vocab_size"] * sizes["n_embd"]
 
     @property
+    def channels(self):
+        """Output channels of these matrices: in int8 each has a scale."""
+        sizes = MODELS[self.model]
+        return sizes["n_layer"] * 9 * sizes["n_embd"] + sizes["vocab_size"]
+
+    @property
     def parameters(self):
         """All parameters, about."""
         return self.weights + self.sizes["block_size"] * self.sizes["n_embd"]

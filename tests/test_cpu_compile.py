@@ -285,6 +285,13 @@ def test_a_command_prepares_exactly_the_kernels_that_it_calls(tmp_path, monkeypa
     called.clear()
     assert main(["eval", run_folder]) == 0
     assert called == needed["eval"]
+    called.clear()
+    # More than eight tokens of a prompt, and few.
+    assert main(["generate", run_folder, "--weights", "int8", *low[2:]]) == 0
+    assert called == set(prepare.names("generate", "int8"))
+    called.clear()
+    assert main(["eval", run_folder, "--weights", "int8"]) == 0
+    assert called == set(prepare.names("eval", "int8"))
 
 
 # ---- Compiling ----

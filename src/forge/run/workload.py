@@ -17,7 +17,7 @@ from forge.errors import ArgumentError
 from forge.graph import Captured
 from forge.models.gpt2 import GPT2, Cache, GPT2Config
 from forge.optim.adamw import AdamW
-from forge.params import Params
+from forge.params import Int8Params, Params
 from forge.tensor import Device, Tensor, tensor
 
 # Sizes that are measured: the one of configs/baby.toml, on bytes, and GPT-2's smallest.
@@ -25,8 +25,12 @@ MODELS = {
     "baby": GPT2Config(vocab_size=256, block_size=64, n_layer=4, n_head=4, n_embd=128),
     "124M": GPT2Config(),
 }
-# Dtype of what a token's products are of.
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# The kernel that a precision's products need, and its dtype.
+_SERVES = {
+    "fp32": ("linear", "float32"),
+    "bf16": ("linear", "bfloat16"),
+    "int8": ("quantized_linear", "float32"),
+}
 
 
 class Training:
@@ -46,7 +50,12 @@ class Training:
     ) -> None:
         self.device = device
         self.model = GPT2(config)
-        self.params = parameters(self.model, device, precision)
+        params = parameters(self.model, device, precision)
+        if not isinstance(params, Params):
+            raise ArgumentError(
+                f"[bench] expected a precision to train in, got {precision}, which is for decoding"
+            )
+        self.params = params
         self.grads = self.params.zeros_like()
         self.optimizer = AdamW(self.params)
         self.train_step = train_step
@@ -146,14 +155,16 @@ class Decoding:
         return chosen
 
 
-def parameters(model: GPT2, device: Device, precision: str) -> Params:
+def parameters(model: GPT2, device: Device, precision: str) -> Params | Int8Params:
     """Parameters with random numbers; raises `ArgumentError` for what the device is no good at."""
-    dtype = _DTYPES.get(precision)
-    if dtype is None or registry.implementation("linear", device.kind, dtype) != device.kind:
+    kernel, dtype = _SERVES.get(precision, ("", ""))
+    if not kernel or registry.implementation(kernel, device.kind, dtype) != device.kind:
         raise ArgumentError(
             f"[bench] expected a precision that {device.kind} has kernels for, got {precision}; "
             "see `forge kernels`"
         )
+    if precision == "int8":
+        return model.quantized(_initial(model), device)
     params = model.zeros(device, precision)
     params.load_(_initial(model))
     return params
