@@ -18,8 +18,8 @@ from forge.backends.cpu.tiles import LANES, ROWS
 # one multiply-add in each.
 CHAINS = ROWS
 FLOPS = 2 * LANES * CHAINS
-# Elements of a stream that is read beside three others. They divide what a thread reads.
-STREAM = 1 << 14
+# Elements that are read as four streams side by side.
+_BLOCK = 1 << 16
 
 _COUNT = ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -76,16 +76,19 @@ def multiply_add(sums: Any, turns: int, factor: float) -> None:
 def read(x: Any, sums: Any) -> None:
     """Add up x, an equal piece for every element of sums.
 
-    In blocks of four streams: an EPYC reads these 1.3 times as fast as one stream.
+    In blocks of four streams, which an EPYC reads 1.3 times as fast as one stream.
     """
     size = x.size // sums.size
+    blocks = (size + _BLOCK - 1) // _BLOCK
+    stream = size // blocks // 4
     for i in prange(sums.size):
         total = x[i * size]
-        for start in range(i * size, (i + 1) * size - 4 * STREAM + 1, 4 * STREAM):
-            a, b = x[start : start + STREAM], x[start + STREAM : start + 2 * STREAM]
-            c = x[start + 2 * STREAM : start + 3 * STREAM]
-            d = x[start + 3 * STREAM : start + 4 * STREAM]
-            for k in range(STREAM):
+        for block in range(blocks):
+            start = i * size + 4 * stream * block
+            a, b = x[start : start + stream], x[start + stream : start + 2 * stream]
+            c = x[start + 2 * stream : start + 3 * stream]
+            d = x[start + 3 * stream : start + 4 * stream]
+            for k in range(stream):
                 total += (a[k] + b[k]) + (c[k] + d[k])
         sums[i] = total
 

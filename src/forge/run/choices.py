@@ -30,8 +30,6 @@ from forge.tensor import Device, zeros
 _COMPUTING = ("numpy", "numba", "llvmlite", "scipy-openblas32", "ml_dtypes")
 # What --device takes.
 DEVICES = ("auto", "cpu", "cuda", "reference")
-# What a model in each precision is made of.
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 # Weights and two moments, which wait on the host while a checkpoint is written.
 _SNAPSHOT_COPIES = 3
 
@@ -179,7 +177,8 @@ def prepare(device: Device, *kinds: str, precision: str = "fp32") -> None:
     if device.kind == "cpu":
         from forge.backends.cpu import prepare
 
-        prepare.prepare(*kinds, dtype=DTYPES[precision])
+        dtypes = {"bf16": "bfloat16", "int8": "int8"}
+        prepare.prepare(*kinds, dtype=dtypes.get(precision, "float32"))
 
 
 def prepare_training(config: Config, device: Device) -> None:
