@@ -23,6 +23,7 @@ from forge.backends.cpu import (
     micro,
     pointwise,
     prepare,
+    quantized,
     reduce,
     store,
 )
@@ -286,7 +287,7 @@ def test_a_command_prepares_exactly_the_kernels_that_it_calls(tmp_path, monkeypa
     assert main(["eval", run_folder]) == 0
     assert called == needed["eval"]
     called.clear()
-    # More than eight tokens of a prompt, and few.
+    monkeypatch.setattr(quantized, "_FEW", 8)  # fewer than the prompt's rows
     assert main(["generate", run_folder, "--weights", "int8", *low[2:]]) == 0
     assert called == set(prepare.names("generate", "int8"))
     called.clear()

@@ -1,6 +1,6 @@
 """Products: which kernel makes which.
 
-Up to `FEW` rows (decoding) the loops of `few_rows` serve: a row has the same bits at any place,
+Up to `_FEW` rows (decoding) the loops of `few_rows` serve: a row has the same bits at any place,
 though not those it has among more rows. Above that `wide_product` serves float32, by OpenBLAS, and
 `low_product` bfloat16, by a kernel of our own. A row's bits don't depend on the rows beside it, nor
 on the threads; in float32 they depend on its place modulo 24.
@@ -26,7 +26,7 @@ f32 = np.float32
 Array = np.ndarray
 
 # Rows that are better off without sgemm.
-FEW = 8
+_FEW = 8
 # An absent pre, and of its first row an absent bias.
 _NONE = {np.dtype(dtype): np.zeros((1, 1, 0), dtype) for dtype in (np.float32, np.uint16)}
 _ONE = f32(1.0)
@@ -142,7 +142,7 @@ def product(
 
 def _few(shape: Shape, trans_a: bool) -> bool:
     """Whether `few_rows` makes an out of this shape."""
-    return len(shape) == 2 and shape[0] <= FEW and not trans_a
+    return len(shape) == 2 and shape[0] <= _FEW and not trans_a
 
 
 def product_workspace(
