@@ -426,6 +426,17 @@ def test_strict_refuses_what_the_reference_would_serve():
 # What is written about them
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loss_has_the_same_bits_with_and_without_its_gradient(dtype):
+    """Two kernels: what is recorded is a pass of its own, and rerunning it must give its value."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        x, wte = (tensor(rng.standard_normal(shape), dtype) for shape in ((7, 9), (50, 9)))
+        targets = tensor(rng.integers(0, 50, 7))
+        recorded = ops.linear_cross_entropy(forge.Tape().leaf(x), wte, targets).value
+        assert recorded.numpy() == ops.linear_cross_entropy(x, wte, targets).numpy()
+
+
 @pytest.mark.parametrize("name", [n for n in ops.__all__ if callable(getattr(ops, n))])
 def test_a_docstring_says_what_the_design_promises(name):
     text = " ".join(getattr(ops, name).__doc__.split())

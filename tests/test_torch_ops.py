@@ -60,6 +60,14 @@ def counterparts():
         y = functional.linear(x, w.T, bias)
         return y if gelu is None else counterparts_["gelu"](y, gelu)
 
+    def quantize(x):
+        scale = (x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])) / 127
+        # Of zeros in a row without a scale.
+        return (x / scale[..., None]).nan_to_num().round(), scale
+
+    def dequantize(q, scale):
+        return q * scale[..., None]
+
     def layernorm(x, gamma, beta, eps=1e-5):
         return functional.layer_norm(x, gamma.shape, gamma, beta, eps)
 
@@ -226,6 +234,14 @@ def counterparts():
         "take": lambda x, ids: x[ids],
         "matmul": matmul,
         "linear": linear,
+        "quantize": quantize,
+        "dequantize": dequantize,
+        "quantized_linear": lambda x, w, scale, bias=None, gelu=None: linear(
+            x, dequantize(w, scale).T, bias, gelu
+        ),
+        "quantized_embedding": lambda ids, wte, scale, wpe=None, pos=0: embedding(
+            ids, dequantize(wte, scale), wpe, pos
+        ),
         "sum_rows": lambda x, into=None: (
             x.reshape(-1, x.shape[-1]).sum(0)
             if into is None

@@ -29,7 +29,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
     x [..., K] -> q int8 [..., K], scale [...] in the dtype of x's sums; a row of zeros has the
     scale 0. Floating. Not differentiable. Raises ShapeError, DtypeError, ArgumentError for what is
-    not finite.
+    not finite. One rounding of scale, and one of x / scale before that to an integer.
     """
     check.floating("quantize", x=x)
     if x.ndim == 0:

@@ -83,9 +83,8 @@ def _gradients(
 
 
 @routine
-def _loss_and_gradient(logits: Any, target: Any, scale: Any) -> Any:
-    """The loss of one row, whose logits become their gradients: one exponential for both."""
-    chosen = _chosen(logits, target)
+def _log_sum_and_gradient(logits: Any, target: Any, scale: Any) -> Any:
+    """log(sum of e^x) of a row, whose logits become their gradients: one exponential for both."""
     top = f32(-np.inf)
     for v in range(logits.size):
         top = maximum(top, logits[v])
@@ -99,7 +98,7 @@ def _loss_and_gradient(logits: Any, target: Any, scale: Any) -> Any:
         logits[v] *= factor
     if 0 <= target < logits.size:
         logits[target] -= scale
-    return top + np.log(total) - chosen
+    return top + np.log(total)
 
 
 @kernel("void(float32[:,::1], int64[::1], int64, float32[::1], float32[::1])")
@@ -111,7 +110,9 @@ def _losses_and_gradients(
             losses[n] = f32(0.0)
             _zero(logits[n])
         else:
-            losses[n] = _loss_and_gradient(logits[n], targets[n], weight[0])
+            # In this order, as `_losses` has it: within one function LLVM might choose another.
+            chosen = _chosen(logits[n], targets[n])
+            losses[n] = _log_sum_and_gradient(logits[n], targets[n], weight[0]) - chosen
 
 
 @kernel("void(uint16[:,::1], int64[::1], int64, float32[::1], float32[::1])")

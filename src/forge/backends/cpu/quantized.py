@@ -22,8 +22,8 @@ from forge.tensor import Tensor, empty
 
 Array = np.ndarray
 
-# Rows that are better off without widened weights: 8 take half of the time that they take with these,
-# 32 take 0.7 of it, and 48 as long.
+# Rows that are better off without widened weights: 8 take half of the time that they take with
+# them, 32 take 0.7 of it, and 48 as long.
 _FEW = 32
 # About the bytes of weights that a thread takes at a time: four streams from memory, the longer the
 # better, but at least as many strips as threads.
