@@ -125,7 +125,9 @@ def test_peak_memory_sees_what_was_held():
 # ---- Workloads
 
 
-def test_training_learns_and_decoding_repeats_its_positions():
+def test_training_learns_and_decoding_repeats_its_positions(scripts):
+    import sides
+
     run = workload.Training(workload.MODELS["baby"], 8, 64, CPU)
     losses = [run.step().loss.item() for _ in range(30)]
     # Random bytes: down to ln 256 = 5.545 there is something to learn.
@@ -138,6 +140,13 @@ def test_training_learns_and_decoding_repeats_its_positions():
     assert ids.shape == (2, 1)
     weights = 4 * (decoding.params.count - 64 * 128)
     assert decoding.weights == weights
+    small = workload.Decoding(workload.MODELS["baby"], 2, CPU, "int8")
+    assert small.step().shape == (2, 1)
+    # Each matrix has its channels' scales beside it; biases and norms stay as they are.
+    matrices, channels = 4 * 12 * 128 * 128 + 256 * 128, 4 * 9 * 128 + 256
+    assert small.weights == weights - 4 * matrices + matrices + 4 * channels
+    side = sides.Side("decode", "cpu", "baby", "int8", 1, 64, 1)
+    assert (side.weights, side.channels) == (matrices, channels)
 
 
 # ---- forge bench
@@ -188,6 +197,7 @@ def test_bench_prints_one_document(call, quick):
         (("bench", "--seconds=0"), "expected --seconds from 0 to 3600"),
         (("bench", "--device=reference"), "a device to be fast on"),
         (("bench", "--precision=fp8"), "fp8"),
+        (("bench", "--precision=int8"), "fp32 or bf16 to train in, got int8; forge bench decode"),
     ],
 )
 def test_bench_explains_mistakes(arguments, expected, capsys):

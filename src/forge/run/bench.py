@@ -52,8 +52,13 @@ class Speed(NamedTuple):
 def prepare(device: Device, works: Collection[str], precision: str) -> None:
     """Compile the kernels of train, decode or both now.
 
-    Raises `ArgumentError` for a device that is not for speed.
+    Raises `ArgumentError` for a device that is not for speed, and for training in int8.
     """
+    if precision == "int8" and "train" in works:
+        raise ArgumentError(
+            "[bench] expected --precision fp32 or bf16 to train in, got int8; "
+            "forge bench decode --precision int8"
+        )
     if device.kind == "reference":
         raise ArgumentError(
             "[bench] expected a device to be fast on, got reference, whose kernels are "

@@ -53,7 +53,7 @@ class Training:
         params = parameters(self.model, device, precision)
         if not isinstance(params, Params):
             raise ArgumentError(
-                f"[bench] expected a precision to train in, got {precision}, which is for decoding"
+                f"[bench] expected --precision fp32 or bf16 to train in, got {precision}"
             )
         self.params = params
         self.grads = self.params.zeros_like()

@@ -61,6 +61,11 @@ def int8(*shape: int) -> Draw:
     return Draw(shape, lambda rng, s: rng.integers(-127, 128, s, np.int8), floating=False)
 
 
+def scales(*shape: int) -> Draw:
+    """Scales that make such numbers weights of up to 2."""
+    return Draw(shape, lambda rng, s: rng.uniform(0.5, 2.0, s) / 127)
+
+
 def flags(*shape: int) -> Draw:
     """Bools."""
     return Draw(shape, lambda rng, s: rng.random(s) < 0.5, floating=False)

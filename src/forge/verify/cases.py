@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 
 from forge.verify import composites
-from forge.verify.case import Case, Draw, flags, given, ids, int8, nonzero, normal, positive, steps
+from forge.verify.case import (
+    Case,
+    flags,
+    given,
+    ids,
+    int8,
+    nonzero,
+    normal,
+    positive,
+    scales,
+    steps,
+)
 from forge.verify.cases_fused import fused
 
 SHAPES = ((7, 33), (130, 80), (2, 3, 129), (1,), (), (0, 5))
@@ -185,7 +196,6 @@ def _products() -> list[Case]:
 
 
 def _quantized() -> list[Case]:
-    """A scale is of the size that a weight's own numbers give it."""
     masters: dict[str, Any] = {"masters": ("scale",)}
     return [
         *(
@@ -208,7 +218,7 @@ def _quantized() -> list[Case]:
                 {
                     "x": x,
                     "w": int8(m, x[-1]),
-                    "scale": Draw((m,), lambda rng, s: rng.uniform(0.5, 2.0, s) / 127),
+                    "scale": scales(m),
                     "bias": (m,) if bias else None,
                 },
                 {"gelu": gelu},

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forge.verify.case import Case, given, ids, normal
+from forge.verify.case import Case, given, ids, int8, normal, scales
 from forge.verify.cases_fused import KEY, adamw, targets
 
 
@@ -47,6 +47,11 @@ def model_cases(config: Shapes) -> list[Case]:
     def linear(rows: tuple[int, ...], k: int, m: int, gelu: str | None = None) -> Case:
         inputs = {"x": (*rows, k), "w": normal(k, m, std=k**-0.5), "bias": (m,)}
         return Case("linear", inputs, {"gelu": gelu}, terms=max(k, m, t), **real)
+
+    def quantized(rows: int, k: int, m: int, gelu: str | None = None) -> Case:
+        inputs = {"x": (rows, k), "w": int8(m, k), "scale": scales(m)}
+        frozen: dict[str, Any] = {"constant": ("scale",), "masters": ("scale",)}
+        return Case("quantized_linear", inputs, {"gelu": gelu}, terms=max(k, m), **frozen, **real)
 
     return [
         Case(
@@ -97,6 +102,9 @@ def model_cases(config: Shapes) -> list[Case]:
             terms=c,
             **real,
         ),
+        quantized(2, c, v),
+        quantized(2, 4 * c, c),
+        quantized(t, c, 4 * c, gelu="tanh"),
         Case("global_norm", {"x": (4 * c * c,)}, **real),
         replace(adamw(c * c, tiles, max_norm=1.0), thorough=False),
     ]
