@@ -169,12 +169,20 @@ class Int8Params(Mapping[str, Tensor]):
     ) -> None:
         _check(shapes, arrays)
         self.compute: dict[str, Tensor] = {}
+        # One buffer, for which the system has huge pages: a matrix alone would be too small, and
+        # the processor would look up an address for every 4 KiB that it reads.
+        sizes = {name: int(np.prod(shapes[name], dtype=np.int64)) for name in matrices}
+        room = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
+        flat, offset = empty((room,), "int8", device), 0
         for name in shapes:
             array = arrays[name].T if name in turned else arrays[name]
             value = tensor(array, "float32", device)
             if name in matrices:
-                value, scale = ops.quantize(value)
+                q, scale = ops.quantize(value)
                 self.compute[name.removesuffix("weight") + "scale"] = scale
+                value = flat.view(q.shape, offset)
+                device.memory.copy(q, value)
+                offset += -(-sizes[name] // ALIGNMENT) * ALIGNMENT
             self.compute[name] = value
 
     def __getitem__(self, name: str) -> Tensor:
