@@ -190,6 +190,17 @@ def _ids(op: str, name: str, x: Tensor, limit: int, ignore_index: int | None, hi
     that(low >= 0 and high < limit, op, f"{name} in [0, {limit})", f"{low} to {high}", hint)
 
 
+def finite(op: str, x: Tensor, hint: str) -> None:
+    """Raise `ArgumentError` unless all of x, on a host, is finite."""
+    if _seen_by_host(x):
+        _finite(op, x, hint)
+
+
+@on_host
+def _finite(op: str, x: Tensor, hint: str) -> None:
+    that(bool(np.isfinite(x.array).all()), op, "finite numbers", "infinity or NaN", hint)
+
+
 def _seen_by_host(x: Tensor) -> bool:
     return x.device.kind in ("cpu", "reference") and not x.device.plan
 
