@@ -1,5 +1,6 @@
 """Captured functions: replays have the bits of eager calls, and what a replay can't do raises."""
 
+import contextlib
 import gc
 import inspect
 import threading
@@ -10,7 +11,7 @@ import pytest
 import forge
 from forge import Device, DeviceError, Tape, ops, tensor, training
 from forge.autograd import hooks
-from forge.backends import reference, registry
+from forge.backends import capture, reference, registry
 from forge.backends.cpu import threads
 from forge.errors import ArgumentError, FallbackError, TapeError
 from forge.extend import on_host, op
@@ -166,6 +167,65 @@ def test_another_shape_or_number_is_another_recording():
         x = tensor(np.arange(float(np.prod(shape))).reshape(shape))
         assert (step(x, factor=factor).numpy() == factor * x.numpy()).all()
     assert sorted(ran) == sorted([((3,), 2), ((4,), 2), ((3,), 5)] * 2)
+
+
+def test_a_number_that_stays_is_known_by_its_value():
+    ran = []
+
+    def scaled(x, factor, mode):
+        ran.append(factor)
+        return ops.scale(x, factor)
+
+    step = Captured(scaled, CPU, ("x",))
+    for text in ["0.5", "0.0", "-0.0"] * 4:
+        # Each time other objects.
+        result = step(ones(3), float(text), "".join(["a", text])).numpy()
+        assert result.tobytes() == np.full(3, float(text), np.float32).tobytes()
+    assert len(ran) == 6
+    assert len(step._recordings) == 3
+
+
+def test_inputs_may_be_in_a_dict():
+    ran = []
+    step = Captured(lambda batch: ran.append(1) or ops.sub(batch["a"], batch["b"]), CPU, ["batch"])
+    for k in range(4):
+        batch = {"a": ones(3), "b": tensor(np.full(3, float(k), np.float32))}
+        assert (step(batch).numpy() == 1 - k).all()
+    assert len(ran) == 2
+
+
+def test_an_input_of_another_device_is_not_copied_to_this_one():
+    step = captured(ops.neg)
+    for _ in range(2):
+        with contextlib.suppress(DeviceError):
+            assert step(ones(3, device="reference")).device is Device("reference")
+
+
+def test_a_function_may_return_nothing():
+    total = zeros((3,), "float32", CPU)
+
+    def step(x):
+        ops.scale(x, 1.0, into=total)
+
+    function = Captured(step, CPU, ("x",))
+    assert [function(ones(3)) for _ in range(4)] == [None] * 4
+    assert (total.numpy() == 4).all()
+
+
+@pytest.mark.parametrize("wrong", [1.5, {"x": ones(3)}, (ones(3), "loss"), Tape().leaf(ones(3))])
+def test_what_a_replay_cannot_make_again_is_no_result(wrong):
+    total = zeros((3,), "float32", CPU)
+
+    def step(x):
+        ops.scale(x, 1.0, into=total)
+        return wrong
+
+    function = Captured(step, CPU, ("x",))
+    assert function(ones(3)) is wrong
+    with pytest.raises(ArgumentError, match=r"\[captured\] expected the function to return Tens"):
+        function(ones(3))
+    assert (total.numpy() == 1).all()
+    assert total.storage.version == 1
 
 
 def test_results_are_copies_and_tuples_keep_their_kind():
@@ -448,7 +508,11 @@ def test_other_threads_go_on_while_one_captures():
         thread = threading.Thread(target=other, args=[float(len(found))])
         thread.start()
         thread.join()
-        return ops.neg(y)
+        result = ops.neg(y)
+        if k == 1:
+            # Not in a buffer of the other thread's, which the host sees.
+            assert result.array is None
+        return result
 
     function = Captured(step, CPU, ("x",))
     for k in range(4):
@@ -456,6 +520,57 @@ def test_other_threads_go_on_while_one_captures():
     assert found == [[0, 7, 7], [3, 7, 7]]
     (recording,) = function._recordings.values()
     assert len(recording._graph._calls) == 3
+
+
+def test_two_threads_replay_in_turn():
+    function = Captured(lambda x: ops.exp(ops.scale(x, 1.0)), CPU, ("x",))
+    size = 1 << 16
+    for _ in range(2):
+        function(ones(size))
+    wrong = []
+
+    def work(value):
+        x = tensor(np.full(size, value, np.float32))
+        expected = ops.exp(x).numpy()
+        for _ in range(100):
+            if not (function(x).numpy() == expected).all():
+                wrong.append(value)
+
+    workers = [threading.Thread(target=work, args=[float(v)]) for v in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+def test_kernels_bound_by_another_thread_are_not_those_of_a_capture(monkeypatch):
+    """It binds them while a capture begins: the capture's must not run, nor its be recorded."""
+    begun, binding, results = threading.Event(), threading.Event(), []
+    make = registry.Kernels.__init__
+
+    def slow(self, *args):
+        make(self, *args)
+        if threading.current_thread() is other:
+            binding.set()
+            begun.wait(0.5)
+
+    def step(x):
+        begun.set()
+        if capture.here():
+            other.join()
+        return ops.scale(x, 3.0)
+
+    function = Captured(step, CPU, ("x",))
+    function(ones(3))
+    begun.clear()
+    other = threading.Thread(target=lambda: results.append(ops.scale(ones(3), 2.0).numpy()[0]))
+    monkeypatch.setattr(registry.Kernels, "__init__", slow)
+    registry._bound.clear()
+    other.start()
+    binding.wait()
+    assert (function(ones(3)).numpy() == 3).all()
+    assert results == [2]
 
 
 def test_two_threads_capture_in_turn():

@@ -12,12 +12,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import numbers
 import sys
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
+import numpy as np
+
 from forge.backends import capture
+from forge.errors import ArgumentError
 from forge.pool import Memory, Pool
 from forge.tensor import Device, Tensor, empty_like
 
@@ -35,13 +39,14 @@ class Captured:
 
     The first call runs as it is: kernels are compiled and algorithms chosen then. `varying` names
     the parameters whose Tensors differ from call to call: they are copied to where the recorded
-    kernels read. Everything else, Tensors that change in place included, must be the same objects
-    each time, and numbers the same numbers; where shapes or numbers differ, another recording is
-    made. The function must not read from the device (`item`, `numpy`, hooks on a tape) or write to
-    it, which raises `DeviceError`, and it returns Tensors, alone or in tuples; a replay gives
-    copies of them. Python in it, `print` say, runs no more. A recording keeps its own memory, apart
-    from the device's pool. On a plan this is the function itself, and so it is while another one is
-    being captured, which may call it.
+    kernels read; they may be in tuples, lists, dicts and dataclasses. Everything else, Tensors that
+    change in place included, must be the same objects each time, and numbers the same numbers;
+    where shapes or numbers differ, another recording is made. The function must not read from the
+    device (`item`, `numpy`, hooks on a tape) or write to it, which raises `DeviceError`, and it
+    returns Tensors, alone or in tuples, or None, else `ArgumentError`; a replay gives copies of
+    them. Python in it, `print` say, runs no more. A recording keeps its own memory, apart from the
+    device's pool, and serves one thread at a time. On a plan this is the function itself, and so it
+    is while another one is being captured, which may call it.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class Captured:
         arguments = self._signature.bind(*args, **keywords).arguments
         inputs: list[Tensor] = []
         described = (
-            (name, _describe(value, inputs) if name in self._varying else id(value))
+            (name, _describe(value, inputs) if name in self._varying else _identity(value))
             for name, value in arguments.items()
         )
         key = (importlib.import_module(_GRAPHS[self._device.kind]).settings(), *described)
@@ -89,6 +94,8 @@ class _Recording:
         inputs: list[Tensor],
     ) -> None:
         self._device = device
+        # Two threads would mix their inputs in the memory that the kernels read.
+        self._lock = threading.Lock()
         # Kept, for their addresses are recorded and their identities are in the key.
         self._fixed = fixed
         self._inputs = [empty_like(x) for x in inputs]
@@ -101,6 +108,7 @@ class _Recording:
             device.pool = self._pool = _OwnPool(device.memory)
             try:
                 self._outputs = function(**arguments)
+                _check_outputs(self._outputs)
             finally:
                 device.pool = shared
 
@@ -110,18 +118,20 @@ class _Recording:
 
     def replay(self, inputs: list[Tensor]) -> Any:
         """Run the kernels on these inputs; returns copies of the outputs."""
-        for x, place in zip(inputs, self._inputs, strict=True):
-            self._device.memory.copy(x, place)
-        self._graph.replay()
-        return self._copied(self._outputs)
+        with self._lock:
+            for x, place in zip(inputs, self._inputs, strict=True):
+                self._device.memory.copy(x, place)
+            self._graph.replay()
+            return self._copied(self._outputs)
 
     def _copied(self, value: Any) -> Any:
+        if value is None:
+            return None
         if isinstance(value, Tensor):
             out = empty_like(value)
             self._device.memory.copy(value, out)
             return out
-        parts = [self._copied(each) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return _of_kind(value, [self._copied(each) for each in value])
 
 
 class _OwnPool(Pool):
@@ -141,18 +151,34 @@ class _OwnPool(Pool):
             self.in_use += size
         return self._memory.allocate(size)
 
+    def give(self, size: int, buffer: Any) -> None:
+        """Take a buffer back; one that the host saw was another thread's, and goes its way."""
+        super().give(size, None if isinstance(buffer, np.ndarray) else buffer)
+
+
+def _identity(value: Any) -> Any:
+    """What tells an argument that stays from another: numbers and words are what they say."""
+    return _number(value) if isinstance(value, numbers.Number | str) else id(value)
+
+
+def _number(value: Any) -> Any:
+    """A number as part of a key, where 0.0 is not -0.0, and 1 not True; anything else itself."""
+    return (type(value), repr(value)) if isinstance(value, numbers.Number) else value
+
 
 def _describe(value: Any, inputs: list[Tensor]) -> Any:
     """What of a value a recording depends on; its Tensors are appended to `inputs`."""
     if isinstance(value, Tensor):
         inputs.append(value)
-        return value.shape, value.dtype
+        return value.shape, value.dtype, value.device
     if isinstance(value, list | tuple):
         return type(value), tuple(_describe(each, inputs) for each in value)
-    if dataclasses.is_dataclass(value):
+    if isinstance(value, dict):
+        return dict, tuple((name, _describe(each, inputs)) for name, each in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return type(value), tuple(_describe(getattr(value, f.name), inputs) for f in fields)
-    return value
+    return _number(value)
 
 
 def _rebuild(value: Any, places: Any) -> Any:
@@ -160,9 +186,27 @@ def _rebuild(value: Any, places: Any) -> Any:
     if isinstance(value, Tensor):
         return next(places)
     if isinstance(value, list | tuple):
-        parts = [_rebuild(each, places) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return _of_kind(value, [_rebuild(each, places) for each in value])
+    if isinstance(value, dict):
+        return {name: _rebuild(each, places) for name, each in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return type(value)(**{f.name: _rebuild(getattr(value, f.name), places) for f in fields})
     return value
+
+
+def _of_kind(value: Any, parts: list[Any]) -> Any:
+    """The parts in a tuple or list like `value`."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _check_outputs(value: Any) -> None:
+    """Raise `ArgumentError` for what a replay can't make again, such as a number or a Var."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            _check_outputs(each)
+    elif value is not None and not isinstance(value, Tensor):
+        raise ArgumentError(
+            "[captured] expected the function to return Tensors, alone or in tuples, or None, got "
+            f"{type(value).__name__}; of a Var return its value, and read numbers outside"
+        )

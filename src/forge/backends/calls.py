@@ -50,10 +50,10 @@ class Graph:
             raise
         finally:
             device.memory = memory
-        rises = {storage: storage.version - before for storage, before in self._versions.items()}
-        for storage, rise in rises.items():
-            storage.version -= rise  # Nothing has changed yet.
-        self._versions = {storage: rise for storage, rise in rises.items() if rise}
+            rises = {storage: storage.version - then for storage, then in self._versions.items()}
+            for storage, rise in rises.items():
+                storage.version -= rise  # Nothing has changed yet.
+            self._versions = {storage: rise for storage, rise in rises.items() if rise}
 
     def replay(self) -> None:
         """Do the recorded work again."""

@@ -8,6 +8,7 @@ in, which `report()` shows and `strict()` forbids.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -93,6 +94,8 @@ def _run(device: Device, dtype: str, name: str, *args: Any, **keywords: Any) -> 
 
 
 _bound: dict[tuple[Device, str], Kernels] = {}
+# Held where a recording begins or ends, and where kernels are bound for one or for none.
+_binding = threading.RLock()
 _strict = False
 _around: Around | None = None
 _recording: tuple[Device, Record] | None = None
@@ -114,9 +117,13 @@ def kernels(x: Tensor) -> Kernels:
 
 
 def _bind(device: Device, dtype: str) -> Kernels:
-    bound = Kernels(device, dtype) if _recording is None else _Recorded(device, dtype, *_recording)
-    _bound[device, dtype] = bound
-    return bound
+    with _binding:
+        recording = _recording
+        bound = (
+            Kernels(device, dtype) if recording is None else _Recorded(device, dtype, *recording)
+        )
+        _bound[device, dtype] = bound
+        return bound
 
 
 def on_host(function: Function) -> Function:
@@ -139,13 +146,15 @@ def on_host(function: Function) -> Function:
 def recorded(device: Device, record: Record) -> Iterator[None]:
     """Within this block kernels of a device on the host are recorded instead of run."""
     global _recording
-    _recording = device, record
-    _bound.clear()
+    with _binding:
+        _recording = device, record
+        _bound.clear()
     try:
         yield
     finally:
-        _recording = None
-        _bound.clear()
+        with _binding:
+            _recording = None
+            _bound.clear()
 
 
 @contextmanager
