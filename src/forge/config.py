@@ -117,7 +117,9 @@ class Config:
         None, "Machine", "samples computed at a time (default: automatic)", "[1, 1048576] samples"
     )
     eager: bool = _setting(
-        False, "Machine", "run a step's Python each time, as print and pdb in it need; not replay"
+        False,
+        "Machine",
+        "run a step's Python each time, for print or pdb in it, and replay nothing",
     )
 
     # ---- Run

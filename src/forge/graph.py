@@ -41,10 +41,11 @@ class Captured:
     the parameters whose Tensors differ from call to call: they are copied to where the recorded
     kernels read; they may be in tuples, lists, dicts and dataclasses. Everything else, Tensors that
     change in place included, must be the same objects each time, and numbers the same numbers;
-    where shapes or numbers differ, another recording is made. The function must not read from the
-    device (`item`, `numpy`, hooks on a tape) or write to it, which raises `DeviceError`, and it
-    returns Tensors, alone or in tuples, or None, else `ArgumentError`; a replay gives copies of
-    them. Python in it, `print` say, runs no more. A recording keeps its own memory, apart from the
+    where shapes or numbers differ, another recording is made. What these objects hold is recorded
+    too: another number in an attribute is not seen. The function must not read from the device
+    (`item`, `numpy`, hooks on a tape) or write to it, which raises `DeviceError`, and it returns
+    Tensors, alone or in tuples, or None, else `ArgumentError`; a replay gives copies of them.
+    Python in it, `print` say, runs no more. A recording keeps its own memory, apart from the
     device's pool, and serves one thread at a time. On a plan this is the function itself, and so it
     is while another one is being captured, which may call it.
     """
