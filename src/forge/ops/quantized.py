@@ -43,7 +43,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(q: Tensor, scale: Tensor, dtype: str | None = None) -> Tensor:
     """scale q: q int8 [..., K], scale floating [...] -> [..., K] of scale's dtype, or of `dtype`.
 
-    Not differentiable. Raises ShapeError, DtypeError, DeviceError. One rounding.
+    Not differentiable. Raises ShapeError, DtypeError, DeviceError. A rounding, one more to `dtype`.
     """
     check.int8("dequantize", q=q)
     _check_scale("dequantize", q, scale)
