@@ -290,10 +290,11 @@ def test_a_recording_takes_the_memory_of_a_step():
 
 
 def test_a_recordings_memory_goes_with_it():
-    step = captured(ops.neg)
+    step = captured(lambda x: ops.neg(ops.neg(x)))
     (recording,) = step._recordings.values()
     pool, shared = recording._pool, CPU.pool.in_use
-    assert pool.in_use > 0
+    pool.trim()  # as where memory runs out
+    assert min(pool.in_use, pool.held) > 0
     del recording, step
     gc.collect()
     assert (pool.in_use, pool.held) == (0, 0)

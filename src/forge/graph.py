@@ -103,15 +103,17 @@ class _Recording:
         places = iter(self._inputs)
         arguments = fixed | {name: _rebuild(value, places) for name, value in varying.items()}
         self._graph = importlib.import_module(_GRAPHS[device.kind]).Graph(device)
-        device.pool.trim()
-        with capture.capturing(device), self._graph.capture():
-            shared = device.pool
-            device.pool = self._pool = _OwnPool(device.memory)
-            try:
-                self._outputs = function(**arguments)
-                _check_outputs(self._outputs)
-            finally:
-                device.pool = shared
+        with capture.capturing(device):
+            # Not before: until then the pool may be that of another thread's recording.
+            device.pool.trim()
+            with self._graph.capture():
+                shared = device.pool
+                device.pool = self._pool = _OwnPool(device.memory)
+                try:
+                    self._outputs = function(**arguments)
+                    _check_outputs(self._outputs)
+                finally:
+                    device.pool = shared
 
     def __del__(self) -> None:
         if hasattr(self, "_pool") and not sys.is_finalizing():
@@ -155,6 +157,11 @@ class _OwnPool(Pool):
     def give(self, size: int, buffer: Any) -> None:
         """Take a buffer back; one that the host saw was another thread's, and goes its way."""
         super().give(size, None if isinstance(buffer, np.ndarray) else buffer)
+
+    def trim(self) -> None:
+        """Nothing while there are replays: what is free within a step, they write to."""
+        if self._closed:
+            super().trim()
 
 
 def _identity(value: Any) -> Any:
