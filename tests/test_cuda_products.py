@@ -12,7 +12,7 @@ from forge import graph, ops, tensor
 from forge.backends.cuda import device as gpu
 from forge.backends.cuda import precision
 from forge.backends.cuda.algorithms import Table
-from forge.errors import ConfigError, DeviceError, DeviceLostError
+from forge.errors import ConfigError, DeviceError, DeviceLostError, OutOfMemoryError
 from forge.run import choices
 from forge.tensor import Device
 
@@ -302,7 +302,7 @@ def test_a_product_that_no_algorithm_computes_is_refused_each_time(library):
             library.run()
 
 
-def test_a_lost_gpu_is_no_refused_algorithm(library):
+def test_a_lost_gpu_is_no_refused_algorithm(library, monkeypatch):
     library.run()
     kept = library.file().read_text()
     library.refused, library.status = {1}, 13
@@ -310,6 +310,10 @@ def test_a_lost_gpu_is_no_refused_algorithm(library):
     for _ in range(2):
         with pytest.raises(DeviceLostError, match=r"expected cuBLASLt to compute .*got status 13"):
             library.run()
+    library.status = 3
+    monkeypatch.setattr(gpu, "out_of_memory", lambda wanted: OutOfMemoryError(wanted))
+    with pytest.raises(OutOfMemoryError, match="GPU memory for a product"):
+        library.run()
     assert library.file().read_text() == kept
 
 

@@ -394,6 +394,13 @@ def test_every_held_out_token_but_the_first_is_a_target_once(size, block, batch_
     assert all(b.micros[0].inputs.shape == (len(b.micros[0].inputs), block) for b in batches)
     assert not inputs[~counted].any()
     assert [b.index for b in batches] == list(range(0, made.windows, batch_size))
+    for k, whole in enumerate(batches):
+        sliced = made.batch(k, 2)
+        assert max(len(micro.inputs) for micro in sliced.micros) <= 2
+        assert np.array_equal(
+            np.concatenate([micro.targets for micro in sliced.micros]), whole.micros[0].targets
+        )
+        assert sliced.target_count == whole.target_count
 
 
 def test_nothing_to_validate():

@@ -1,5 +1,6 @@
 """A run's folder, metrics, choices and state, in this process."""
 
+import dataclasses
 import errno
 import functools
 import json
@@ -231,6 +232,21 @@ def test_the_plan_is_what_a_step_takes():
         planned = choices.plan_step(settings, REFERENCE, micro) - 3 * trainer.params.flat.nbytes
         assert planned == pytest.approx(took, rel=0.05)
         del trainer
+
+
+def test_the_plan_has_room_for_evaluation_beside_a_recorded_step():
+    settings = config(n_embd=32, block_size=128, batch_size=64)
+    trainer = Trainer(settings, load_dataset(None, ByteTokenizer()), REFERENCE, 32)
+    REFERENCE.pool.trim()
+    held = REFERENCE.pool.in_use
+    REFERENCE.pool.reset_peak()
+    trainer.evaluate()
+    took = REFERENCE.pool.peak - held
+    snapshot = 3 * trainer.params.flat.nbytes
+    assert took > 2 * snapshot  # what follows would say nothing
+    recorded = choices.plan_step(settings, REFERENCE, 32)
+    eager = choices.plan_step(dataclasses.replace(settings, eager=True), REFERENCE, 32)
+    assert recorded - eager + snapshot == pytest.approx(took, rel=0.05)
 
 
 def test_the_largest_micro_batch_that_fits_is_chosen(monkeypatch):

@@ -135,8 +135,8 @@ class Validation:
     def __iter__(self) -> Iterator[Batch]:
         return (self.batch(k) for k in range(len(self)))
 
-    def batch(self, k: int) -> Batch:
-        """Batch k of `len(self)`, as one slice; `index` counts windows."""
+    def batch(self, k: int, micro_batch: int | None = None) -> Batch:
+        """Batch k of `len(self)`, in slices as those of `Loader.batch`; `index` counts windows."""
         first = k * self.batch_size
         count = min(self.batch_size, self.windows - first)
         T = self.block_size
@@ -145,7 +145,12 @@ class Validation:
         targets = np.full((count, T), IGNORE_INDEX, np.int64)
         inputs.reshape(-1)[: len(piece) - 1] = piece[:-1]
         targets.reshape(-1)[: len(piece) - 1] = piece[1:]
-        return _batch([_micro(inputs, targets, 0)], first)
+        step = micro_batch or count
+        micros = [
+            _micro(inputs[begin : begin + step], targets[begin : begin + step], begin)
+            for begin in range(0, count, step)
+        ]
+        return _batch(micros, first)
 
 
 def _micro(inputs: Tokens, targets: Tokens, first_sample: int) -> Micro:

@@ -221,7 +221,10 @@ def changed(frozen: Mapping[str, Any], now: Choices) -> list[str]:
 
 
 def plan_step(config: Config, device: Device, micro_batch: int) -> int:
-    """Bytes that training needs at its peak: a step, and the snapshot of a checkpoint."""
+    """Bytes that training needs at its peak: a step, and evaluation or a checkpoint's snapshot.
+
+    Recorded, a step keeps its buffers while the model is evaluated.
+    """
     plan = Device(f"plan:{device.kind}")
     before = plan.pool.in_use
     plan.pool.reset_peak()
@@ -238,10 +241,14 @@ def plan_step(config: Config, device: Device, micro_batch: int) -> int:
     batch = training.Batch([micro], zeros((), "float32", plan))
     state = training.step_state(config.seed, 0, config.lr, plan)
     training.train_step(model, params, grads, optimizer, batch, state)
+    step, held = plan.pool.peak - before, plan.pool.in_use
     del others
+    plan.pool.reset_peak()
+    model.loss(params.compute, micro.inputs, micro.targets, weight=batch.weight)
+    evaluation = 0 if config.eager else plan.pool.peak - held
     # A GPU's snapshot is on the host, which has room for what a GPU holds.
     snapshot = 0 if device.kind == "cuda" else _SNAPSHOT_COPIES * params.flat.nbytes
-    return plan.pool.peak - before + snapshot
+    return step + max(evaluation, snapshot)
 
 
 def available_memory() -> int | None:

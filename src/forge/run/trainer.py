@@ -137,7 +137,7 @@ class Trainer:
         for k in range(min(batches, self.config.eval_batches or batches)):
             if stop():
                 return None
-            batch = self.validation.batch(k)
+            batch = self.validation.batch(k, self.micro_batch)
             loss = training.evaluate(self.model, self.params.compute, [batch])
             total += loss * batch.target_count
             count += batch.target_count

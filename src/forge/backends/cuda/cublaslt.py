@@ -42,8 +42,10 @@ WORKSPACE = 32 << 20
 # Below this many multiply-adds a product is over before a difference between candidates shows.
 WORTH_TIMING = 1 << 22
 CANDIDATES = 8
-# cublasStatus_t: INVALID_VALUE, ARCH_MISMATCH and NOT_SUPPORTED. All others mean a GPU at fault.
+# cublasStatus_t: INVALID_VALUE, ARCH_MISMATCH and NOT_SUPPORTED. But for ALLOC_FAILED all others
+# mean a GPU at fault.
 REFUSALS = {7, 8, 15}
+ALLOC_FAILED = 3
 ROUNDS = 3
 REPEATS = 5
 
@@ -196,6 +198,8 @@ class _Plan:
         except cublasLt.cuBLASLtError as error:
             if error.status in REFUSALS:
                 raise _RefusedError from error
+            if error.status == ALLOC_FAILED:
+                raise device.out_of_memory("GPU memory for a product") from error
             raise DeviceLostError(
                 f"[matmul] expected cuBLASLt to compute {self._product}, got {error}; the GPU's "
                 "state is lost after such an error: start again from the last checkpoint"
