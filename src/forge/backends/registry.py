@@ -129,8 +129,8 @@ def _bind(device: Device, dtype: str) -> Kernels:
 def on_host(function: Function) -> Function:
     """Decorator of a function that works on Tensors' arrays on the host, and returns nothing.
 
-    It is for an op's own NumPy: where a step is captured, replays call it like a kernel. Tensors are
-    arguments, alone or in lists and tuples.
+    It is for an op's own NumPy: where a step is captured, replays call it like a kernel. Tensors
+    are arguments, alone or in lists and tuples.
     """
 
     @wraps(function)
