@@ -9,7 +9,8 @@ beside it in bf16. Forge is run in the one precision asked for and, on a CPU, wi
 others too, int8 among them. Rows as in train_step.py.
 
 On a CPU the last column is the share of the bandwidth that this machine, measured in the same run,
-reads its memory with: of the weights' bytes as stored, all of which each token reads.
+reads its memory with: of the bytes that each token reads, which are all weights as stored and the
+keys and values before it.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import contextlib
 import json
 import sys
 
-from sides import Side, default_threads, run
+from sides import Side, decoded, default_threads, run
 from table import Peer, chosen, measure, options_of, rows_of, show, show_kernels
 
 FORGE = Peer("Forge", "forge_side.py")
@@ -85,12 +86,15 @@ def main():
 
 
 def share(rate, precision, side, limits):
-    """What part of the read bandwidth the weights take at this rate, in words."""
+    """What part of the read bandwidth weights and caches take at this rate, in words."""
     if not limits or side.model == "baby":
         # The baby's weights stay in the cache.
         return ""
     stored = side.weights * BYTES[precision] + (4 * side.channels if precision == "int8" else 0)
-    read = stored * rate / side.batch
+    low = 2 if precision == "bf16" else 4
+    cached = 2 * low * side.sizes["n_layer"] * side.sizes["n_embd"]
+    position = sum(decoded(side.sizes["block_size"])) / 2
+    read = (stored / side.batch + cached * position) * rate
     return f"{read / limits['read']:.0%} of bandwidth"
 
 
