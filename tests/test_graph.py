@@ -589,3 +589,8 @@ def test_two_threads_capture_in_turn():
     for factor, found in results.items():
         assert np.allclose(found, factor * np.e)
     assert len(results) == 4
+
+
+def test_varying_must_be_parameters():
+    with pytest.raises(ArgumentError, match="expected varying parameters out of x, got y"):
+        Captured(lambda x: x, "cpu", ("y",))

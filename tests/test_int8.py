@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import forge
-from forge import Device, ops, tensor
+from forge import ArgumentError, Device, ops, tensor
 from forge.backends.cpu import quantized, threads
 from forge.checkpoint import load, save
 from forge.cli.app import main
@@ -351,6 +351,8 @@ def test_eval_states_what_is_lost(trained, capsys):
 
 def test_weights_in_int8_take_a_quarter_of_the_memory(trained):
     params = {name: stored.load(trained, CPU, name).params for name in ("fp32", "int8")}
+    with pytest.raises(ArgumentError, match="expected the precision fp32, bf16 or int8, got 'fp8'"):
+        stored.load(trained, "cpu", "fp8")
 
     def size(tensors: dict[str, Tensor]) -> int:
         return sum(x.nbytes for x in tensors.values() if x.ndim == 2)

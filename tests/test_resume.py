@@ -210,7 +210,6 @@ def test_what_does_not_change_the_mathematics_may_change(half, capsys, tmp_path)
         ("batch-size", "8", "4"),
         ("seed", "2", "1337"),
         ("dropout", "0.2", "0.1"),
-        ("n-embd", "32", "16"),
         ("beta2", "0.5", "0.99"),
         ("schedule-steps", "200", "120"),
     ],
@@ -220,12 +219,17 @@ def test_what_changes_the_mathematics_is_refused_by_name(half, capsys, name, val
     assert code == 2
     assert f"{name.replace('-', '_')} {old} → {value}" in said.err
     assert f"--allow-change {name}" in said.err
-    if name == "n-embd":
-        assert resumed(capsys, half, "--n-embd=32", "--allow-change=n-embd")[0] == 2
-        return
     code, said = resumed(capsys, half, f"--{name}={value}", "--steps=61", f"--allow-change={name}")
     assert code == 0
     assert f"changed from here on: {name.replace('-', '_')} {old} → {value}" in said.out
+
+
+@pytest.mark.parametrize("name", ["n-layer", "n-embd"])
+def test_a_setting_that_shapes_the_weights_cannot_be_allowed(half, capsys, name):
+    for allowed in ((), (f"--allow-change={name}",)):
+        code, said = resumed(capsys, half, f"--{name}=32", *allowed)
+        assert code == 2
+        assert said.err.endswith("→ 32; begin another run, since the weights have other shapes\n")
 
 
 def test_other_data_is_refused_by_name(half, capsys, tmp_path):

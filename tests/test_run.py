@@ -1,5 +1,6 @@
 """A run's folder, metrics, choices and state, in this process."""
 
+import bdb
 import dataclasses
 import errno
 import functools
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from forge import checkpoint, training
+from forge.cli import app
 from forge.cli.summary import introduce
 from forge.config import Config, load_toml
 from forge.data.text import load_dataset
@@ -261,6 +263,13 @@ def test_the_largest_micro_batch_that_fits_is_chosen(monkeypatch):
     assert choices.choose(settings, {}).micro_batch == 12
 
 
+def test_an_eager_step_is_not_planned(monkeypatch):
+    monkeypatch.setattr(choices, "plan_step", lambda *of: pytest.fail("runs the step"))
+    chosen = choices.choose(config(batch_size=12, eager=True), {})
+    assert (chosen.micro_batch, chosen.memory) == (12, 0)
+    assert choices.choose(config(eager=True, micro_batch=2), {}).micro_batch == 2
+
+
 def test_frozen_choices_stay_unless_a_setting_says_otherwise():
     frozen = {"device": "reference", "micro_batch": 2}
     again = choices.choose(config(device="auto"), frozen)
@@ -325,9 +334,12 @@ def test_steps_match_a_loop_by_hand(settings):
     assert np.array_equal(other.params.flat.numpy(), session.trainer.params.flat.numpy())
 
 
-@pytest.mark.parametrize(("eager", "calls"), [(True, 6), (False, 2)])
+@pytest.mark.parametrize(("eager", "calls"), [(True, 6), (False, 3)])
 def test_an_eager_run_calls_its_step_each_time(settings, monkeypatch, eager, calls):
-    """Else once as it is and once to be recorded. The loop above, too, is eager: the same bits."""
+    """Else once for the plan, once as it is and once to be recorded.
+
+    The loop above, too, is eager: the same bits.
+    """
     called = []
     step = training.train_step
 
@@ -338,7 +350,7 @@ def test_an_eager_run_calls_its_step_each_time(settings, monkeypatch, eager, cal
 
     monkeypatch.setattr(training, "train_step", counted)
     train({**settings, "eager": eager})
-    assert len(called) == 1 + calls  # the plan's, and these
+    assert len(called) == calls
 
 
 def test_the_algorithms_of_products_are_kept_with_the_run(settings, monkeypatch, capsys):
@@ -555,3 +567,12 @@ def test_operations_per_token_are_those_of_the_matrices(settings, tmp_path):
     vectors = sum(x.size for x in trainer.params.values() if x.ndim == 1)
     assert found == 6 * matrices + attention + 6 * vectors
     assert 1e6 < speed.peak_flops(REFERENCE) < 1e16
+
+
+def test_leaving_a_debugger_is_an_interruption(monkeypatch, capsys):
+    def quit_it(*words, **options):
+        raise bdb.BdbQuit
+
+    monkeypatch.setattr(app, "make_app", lambda *called: quit_it)
+    assert app.main(["train"]) == 130
+    assert capsys.readouterr().err == "forge: interrupted\n"

@@ -419,3 +419,28 @@ def test_a_var_is_neither_a_truth_value_nor_an_array():
         bool(var)
     with pytest.raises(TapeError, match=r"\[numpy\]"):
         np.asarray(var)
+
+
+# What it is not
+
+
+def test_attributes_of_other_libraries_get_a_hint():
+    x = forge.tensor([[1.0, 2.0]])
+    var = Tape().leaf(x)
+    for value, kind in ((x, "Tensor"), (var, "Var")):
+        for name, hint in (("sum", "ops.sum"), ("T", "ops.transpose"), ("backward", "tape.back")):
+            wanted = rf"expected an attribute of a {kind}, got '{name}'; write {hint}"
+            with pytest.raises(AttributeError, match=wanted):
+                getattr(value, name)
+        with pytest.raises(AttributeError, match=r"got 'nonsense'$"):
+            _ = value.nonsense
+        assert not hasattr(value, "grad")
+    with pytest.raises(AttributeError, match=r"got 'numpy'; write x\.value\.numpy$"):
+        var.numpy()
+
+
+def test_weights_in_int8_are_not_advised_to_be_cast():
+    q, _ = ops.quantize(forge.tensor([[1.0, 2.0]]))
+    for call in (lambda: q + q, lambda: ops.gelu(q), lambda: ops.matmul(q, q, trans_b=True)):
+        with pytest.raises(DtypeError, match=r"through ops\.dequantize"):
+            call()

@@ -4,6 +4,8 @@ Every message reads `[op or command] expected …, got …`, with the shapes, dt
 matter, followed by one hint.
 """
 
+from typing import Any
+
 
 class ForgeError(Exception):
     """Base of every error that Forge raises on purpose."""
@@ -59,3 +61,43 @@ class DataError(ForgeError, ValueError):
 
 class CheckpointError(ForgeError, RuntimeError):
     """A checkpoint that is absent, torn, edited or of another format."""
+
+
+# What other libraries have as attributes of an array.
+_ELSEWHERE = {
+    "T": "ops.transpose(x, (1, 0))",
+    "backward": "tape.backward(loss), a mapping from leaves to gradients",
+    "cpu": "forge.tensor(x, device='cpu')",
+    "cuda": "forge.tensor(x, device='cuda')",
+    "detach": "x of a Tensor, x.value of a Var",
+    "float": "ops.cast(x, 'float32')",
+    "grad": "tape.backward(loss)[leaf]",
+    "requires_grad": "tape.leaf(x), which gives a Var",
+    "to": "forge.tensor(x, device=…), or ops.cast(x, dtype)",
+} | {
+    name: f"ops.{name}(x)"
+    for name in (
+        "exp",
+        "gelu",
+        "log",
+        "max",
+        "mean",
+        "reshape",
+        "softmax",
+        "sum",
+        "tanh",
+        "transpose",
+    )
+}
+
+
+def no_attribute(x: Any, name: str) -> Any:
+    """Raise `AttributeError` for an attribute that a Tensor or Var lacks, with what there is."""
+    hint = _ELSEWHERE.get(name)
+    if "value" in type(x).__slots__ and hasattr(type(x.value), name):
+        hint = f"x.value.{name}"
+    kind = type(x).__name__
+    raise AttributeError(
+        f"[{kind}] expected an attribute of a {kind}, got {name!r}"
+        + (f"; write {hint}" if hint else "")
+    )

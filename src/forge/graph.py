@@ -51,12 +51,18 @@ class Captured:
     """
 
     def __init__(
-        self, function: Callable[..., Any], device: Device, varying: Collection[str]
+        self, function: Callable[..., Any], device: Device | str, varying: Collection[str]
     ) -> None:
         self._function = function
-        self._device = device
+        self._device = Device(device) if isinstance(device, str) else device
         self._signature = inspect.signature(function)
         self._varying = frozenset(varying)
+        unknown = self._varying - self._signature.parameters.keys()
+        if unknown:
+            raise ArgumentError(
+                f"[captured] expected varying parameters out of "
+                f"{', '.join(self._signature.parameters) or 'none'}, got {', '.join(unknown)}"
+            )
         self._seen: set[Any] = set()
         self._recordings: dict[Any, _Recording] = {}
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from forge import dlpack, dtypes
-from forge.errors import DeviceError, DtypeError, ForgeError, ShapeError
+from forge.errors import DeviceError, DtypeError, ForgeError, ShapeError, no_attribute
 from forge.pool import Buffer, HostMemory, Memory, NoMemory, Pool, rounded
 
 Shape = tuple[int, ...]
@@ -120,6 +120,7 @@ class Tensor:
     """A value: `shape`, `dtype`, `device`, `storage`. Made by `forge.tensor` and by ops."""
 
     __slots__ = ("array", "device", "dtype", "offset", "shape", "storage")
+    __getattr__ = no_attribute
 
     def __init__(
         self,
@@ -251,7 +252,8 @@ class Tensor:
     def _check_memory(self, what: str) -> None:
         if self.device.plan:
             raise DeviceError(
-                f"[{what}] expected a Tensor with memory, got {self!r}; a plan device has none"
+                f"[{what}] expected a Tensor with memory, got {self!r}; a plan device has none: to "
+                "read values in a training step, run it with --eager"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge.dtypes import accumulator
-from forge.errors import TapeError
+from forge.errors import TapeError, no_attribute
 from forge.tensor import Spec, Tensor
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ class Var:
     shape = property(lambda self: self.value.shape)
     dtype = property(lambda self: self.value.dtype)
     device = property(lambda self: self.value.device)
+    __getattr__ = no_attribute
 
     def __init__(self, tape: Tape, identity: int, value: Tensor) -> None:
-        self.tape = tape
-        self.id = identity
+        self.tape, self.id = tape, identity
         self.value = value
 
     def __bool__(self) -> bool:

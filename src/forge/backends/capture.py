@@ -49,7 +49,6 @@ def eager(what: str) -> None:
 def refusal(device: str, what: str) -> DeviceError:
     """The error for what can't be captured."""
     return DeviceError(
-        f"[{device}] expected no {what} while a step is captured, got one; run the step once "
-        "before and keep what varies in Tensors made outside of it, or run it eagerly, as "
-        "forge train --eager does"
+        f"[{device}] expected no {what} while a step is captured, got one; run it eagerly, as "
+        "forge train --eager does, or keep what varies in Tensors made outside of it"
     )

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from bdb import BdbQuit
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Who read our output has left, as `head` does: nothing is wrong, and nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BdbQuit):
         return _report("interrupted", EXIT_INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - each is reported, and decides the exit code
         if debug:

@@ -58,7 +58,9 @@ def bench(
         Print one JSON document.
     """
     if not 0.0 < seconds <= 3600.0:
-        raise ArgumentError(f"[bench] expected --seconds from 0 to 3600, got {seconds}; try 5")
+        raise ArgumentError(
+            f"[bench] expected --seconds above 0, at most 3600, got {seconds}; try 5"
+        )
     where = place(device, threads)
     chosen = precision or ("bf16" if where.kind == "cuda" else "fp32")
     works: list[Work] = ["train", "decode"] if work is None else [work]

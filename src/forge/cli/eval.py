@@ -49,7 +49,7 @@ def evaluate(
     threads
         CPU threads (default: as many as cores).
     weights
-        fp32 or bf16: the number format of weights and activations (default: the run's precision
+        fp32, bf16 or int8: number format of weights and activations (default: the run's precision
         where the device is fast in it, else fp32); int8: that of matrices alone, on a CPU.
     json_
         Print one JSON document.

@@ -77,7 +77,7 @@ def generate(
     threads
         CPU threads (default: as many as cores).
     weights
-        fp32 or bf16: the number format of weights and activations (default: the run's precision
+        fp32, bf16 or int8: number format of weights and activations (default: the run's precision
         where the device is fast in it, else fp32). bf16 halves what decoding reads per token; int8,
         of matrices alone and on a CPU, quarters it, and is nearly as good (see docs/runs.md).
     json_

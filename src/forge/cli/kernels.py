@@ -30,11 +30,12 @@ def kernels(*, json_: Annotated[bool, JSON] = False) -> int:
     served = {(row.kernel, row.device, row.dtype): row.implementation for row in rows}
     # The reference serves itself: no column needed.
     columns = dict.fromkeys((r.device, r.dtype) for r in rows if r.device != "reference")
+    names = dict.fromkeys(row.kernel for row in rows)
     table = Table(box=None, pad_edge=False)
-    table.add_column("kernel")
+    table.add_column("kernel", no_wrap=True, overflow="ignore", min_width=max(map(len, names)))
     for device, dtype in columns:
         table.add_column(f"{device}\n{dtype}")
-    for kernel in dict.fromkeys(row.kernel for row in rows):
+    for kernel in names:
         table.add_row(kernel, *(served[kernel, *column] for column in columns))
     Console(highlight=False).print(table)
     return 0

@@ -48,7 +48,8 @@ def introduce(run: Session) -> None:
     row("micro", f"{chosen.micro_batch} samples ({reasons['micro_batch']})")
     if products := chosen.products_in_words():
         row("products", f"{products} (as the run began)")
-    row("memory", f"{max(1, round(chosen.memory / 1e6)):,} MB of buffers at the peak, by plan")
+    planned = f"{max(1, round(chosen.memory / 1e6)):,} MB of buffers at the peak, by plan"
+    row("memory", planned if chosen.memory else "not planned, as --eager leaves the step to you")
     start = "" if run.resumed_at is None else f", from step {run.resumed_at}"
     row("run", f"{run.folder.path}{start}")
 

@@ -111,8 +111,10 @@ class GPT2:
         """Zeros for all parameters, to load `init` or a file into.
 
         With precision "bf16" the model computes in bfloat16: then all but the norms' weights, which
-        are few and steer everything, have a rounded copy.
+        are few and steer everything, have a rounded copy. Raises `ConfigError` for another one.
         """
+        if precision not in ("fp32", "bf16"):
+            raise ConfigError(f"[gpt2] expected the precision fp32 or bf16, got {precision!r}")
         shapes = self.shapes()
         rounded = []
         if precision == "bf16":

@@ -64,10 +64,10 @@ def floating(op: str, **args: Any) -> Device:
             device: Device = first.device
             return device
     tensors(op, **args)
-    raise DtypeError(
-        f"[{op}] expected floating Tensors of one dtype, got {describe(args)}; "
-        "convert with ops.cast"
-    )
+    hint = "convert with ops.cast"
+    if any(x is not None and x.dtype == "int8" for x in args.values()):
+        hint = "weights in int8 go to ops.quantized_linear, or through ops.dequantize"
+    raise DtypeError(f"[{op}] expected floating Tensors of one dtype, got {describe(args)}; {hint}")
 
 
 def weights(op: str, x: Any, **args: Any) -> None:

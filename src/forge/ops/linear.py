@@ -55,8 +55,8 @@ def matmul(
     if a.shape[:-2] != b.shape[:-2] or k != kb or not 0 <= rows_b <= b.shape[-2]:
         raise ShapeError(
             f"[matmul] expected op(a) [M, K] and op(b) [K, N] of one batch, got "
-            f"{check.describe({'a': a, 'b': b})}, trans_a={trans_a}, trans_b={trans_b}, "
-            f"b_rows={b_rows}"
+            f"{check.describe({'a': a, 'b': b})}, trans_a={trans_a}, trans_b={trans_b}"
+            f"{'' if b_rows is None else f', b_rows={b_rows}'}; K is {k} in a and {kb} in b"
         )
     if bias is not None:
         check.shape("matmul", "bias", bias.shape, (n,))

@@ -19,6 +19,9 @@ from forge.run.stored import read
 from forge.run.trainer import Trainer
 from forge.tensor import Device
 
+# Settings that say what shapes the weights have.
+SHAPING = frozenset({"n_layer", "n_embd", "block_size", "vocab_size"})
+
 
 def begin(file: Path | None, flags: Mapping[str, Any]) -> Session:
     """A new run, from a TOML file's settings where `flags`, by field name, win.
@@ -124,12 +127,14 @@ def _changes(
     }
     if stored.changed_data(dataset):
         found["data"] = f"data: other tokens than in {stored.data}"
-    refused = [name for name in found if name not in allowed]
+    refused = [name for name in found if name not in allowed or name in SHAPING]
     if refused:
+        allow = " ".join(f"--allow-change {name.replace('_', '-')}" for name in refused)
+        shaped = SHAPING.intersection(found)
         raise ConfigError(
             f"[resume] expected the settings of the run in {saved.path.parent.parent}, got "
-            f"{', '.join(found[name] for name in refused)}; begin another run, or allow it with "
-            + " ".join(f"--allow-change {name.replace('_', '-')}" for name in refused)
+            f"{', '.join(found[name] for name in refused)}; begin another run"
+            + (", since the weights have other shapes" if shaped else f", or allow it with {allow}")
         )
     notices = [f"changed from here on: {', '.join(found.values())}"] if found else []
     if stored.changed_validation(dataset):

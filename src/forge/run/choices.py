@@ -287,7 +287,7 @@ def _threads_reason(config: Config) -> str:
 def _micro_batch(
     config: Config, device: Device, frozen: Mapping[str, Any], reasons: dict[str, str]
 ) -> tuple[int, int]:
-    """The micro-batch size and the bytes it needs."""
+    """The micro-batch size and the bytes it needs: 0 for an eager step, which is not planned."""
     available = available_memory()
     if device.kind == "cuda":
         from forge.backends.cuda.device import memory_info
@@ -301,6 +301,10 @@ def _micro_batch(
         sizes, reason = [before], "as the run began"
     else:
         reason = "the whole batch, or as much of it as fits in memory"
+    if config.eager:
+        # Its Python may read values, and stop at a breakpoint: a plan has no values.
+        reasons["micro_batch"] = reason.partition(", or")[0]
+        return sizes[0], 0
     parameters = sum(math.prod(shape) for shape in model_of(config).shapes().values())
     # Weights, gradients, moments and snapshot: no plan of such a size, which would take long.
     size, need = 1, (4 + _SNAPSHOT_COPIES) * 4 * parameters

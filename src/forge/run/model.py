@@ -9,7 +9,7 @@ from forge import checkpoint
 from forge.backends import registry
 from forge.config import Config
 from forge.data.tokenizer import Tokenizer
-from forge.errors import DeviceError
+from forge.errors import ArgumentError, DeviceError
 from forge.models.gpt2 import GPT2
 from forge.params import Int8Params, Params
 from forge.run.choices import lacks_bf16
@@ -31,14 +31,21 @@ class Trained:
     val_sha256: str
 
 
-def load(path: str | Path, device: Device, precision: str | None = None) -> Trained:
+def load(path: str | Path, device: Device | str, precision: str | None = None) -> Trained:
     """The model of a checkpoint folder, a run (its newest checkpoint), or a file `last` or `best`.
 
     `precision` "fp32" or "bf16" is that of the weights in memory and of what is computed with them,
-    by default the run's where the device is fast in it; "int8" is that of the weights alone. Raises
-    `CheckpointError` where there is none, and for one that is damaged; `DeviceError` for int8 where
+    by default the run's where the device is fast in it; "int8" is that of the weights alone. What
+    the model is to compute with is `params.compute`. Raises `CheckpointError` where there is none,
+    and for one that is damaged; `ArgumentError` for another precision; `DeviceError` for int8 where
     nothing computes with it.
     """
+    device = Device(device) if isinstance(device, str) else device
+    if precision not in (None, "fp32", "bf16", "int8"):
+        raise ArgumentError(
+            f"[model] expected the precision fp32, bf16 or int8, got {precision!r}; "
+            "leave it out for the run's own"
+        )
     if precision == "int8":
         check_int8(device)
     saved = checkpoint.load(checkpoint.find(path), only=(MODEL,))
