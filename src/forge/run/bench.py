@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Collection
@@ -124,6 +125,8 @@ def _window(step: Callable[[], Any], device: Device, count: int) -> float:
 
 def _in_use(device: Device) -> int:
     """Bytes in use: on a GPU by all programs; on a CPU by buffers, whose peak begins anew."""
+    # What nothing refers to any more would be freed meanwhile, and be missing from the peak.
+    gc.collect()
     if device.kind == "cuda":
         return used_memory(device)
     device.pool.reset_peak()
