@@ -38,7 +38,13 @@ def linear(
     x: Tensor, w: Tensor, bias: Tensor | None, *, out: Tensor, pre: Tensor | None, gelu: str | None
 ) -> None:
     """pre = x w + bias; out = gelu(pre), or pre itself where gelu is None."""
-    product = read(x) @ read(w)
+    finish(read(x) @ read(w), bias, out, pre, gelu)
+
+
+def finish(
+    product: Array, bias: Tensor | None, out: Tensor, pre: Tensor | None, gelu: str | None
+) -> None:
+    """pre = product + bias; out = gelu(pre), or pre itself where gelu is None."""
     if bias is not None:
         product = product + read(bias)
     write(out, product)

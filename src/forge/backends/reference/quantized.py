@@ -6,7 +6,7 @@ import numpy as np
 
 from forge.backends.reference.arrays import read, write
 from forge.backends.reference.attention import positions
-from forge.backends.reference.pointwise import gelu_array
+from forge.backends.reference.linear import finish
 from forge.tensor import Tensor
 
 
@@ -38,14 +38,7 @@ def quantized_linear(
     """pre = scale (x w^T) + bias; out = gelu(pre), or pre itself where gelu is None."""
     rows = read(x)
     product = rows @ w.array.T.astype(rows.dtype) * read(scale)
-    if bias is not None:
-        product = product + read(bias)
-    write(out, product)
-    if pre is not None:
-        write(pre, product)
-    if gelu is not None:
-        # Of the rounded product: `out` made again from a saved `pre` has the same bits.
-        write(out, gelu_array(read(out), gelu))
+    finish(product, bias, out, pre, gelu)
 
 
 def quantized_embedding(
