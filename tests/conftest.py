@@ -36,6 +36,20 @@ def _plain_output():
         yield
 
 
+@pytest.fixture
+def thread_counts():
+    """1, 2, 3 and 5 threads, and the session's own afterwards."""
+    from forge.backends.cpu import threads
+
+    before = threads.get_threads()
+    try:
+        threads.set_threads(5)
+    except errors.ArgumentError as error:
+        pytest.skip(str(error))  # Numba's workqueue has only its own number
+    yield (1, 2, 3, 5)
+    threads.set_threads(before)
+
+
 def pytest_collection_modifyitems(items):
     """Skip what this machine cannot run, with the reason (`-ra` prints it).
 

@@ -27,18 +27,6 @@ def rng():
     return np.random.default_rng(11)
 
 
-@pytest.fixture
-def thread_counts():
-    """1, 2, 3 and 5 threads, and the session's own afterwards."""
-    before = threads.get_threads()
-    try:
-        threads.set_threads(5)
-    except Exception as error:  # noqa: BLE001 - a pool that can't grow has only its own number
-        pytest.skip(str(error))
-    yield (1, 2, 3, 5)
-    threads.set_threads(before)
-
-
 # ---- Conversions ----
 
 

@@ -25,18 +25,6 @@ def rng():
     return np.random.default_rng(7)
 
 
-@pytest.fixture
-def thread_counts():
-    """1, 2, 3 and 5 threads, and the session's own afterwards."""
-    before = threads.get_threads()
-    try:
-        threads.set_threads(5)
-    except ArgumentError as error:
-        pytest.skip(str(error))
-    yield (1, 2, 3, 5)
-    threads.set_threads(before)
-
-
 def run(code: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
