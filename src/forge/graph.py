@@ -10,6 +10,7 @@ them all.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import numbers
@@ -32,6 +33,11 @@ _GRAPHS = {
     "cuda": "forge.backends.cuda.device",
     "reference": "forge.backends.calls",
 }
+
+
+@functools.cache
+def _graphs(kind: str) -> Any:
+    return importlib.import_module(_GRAPHS[kind])
 
 
 class Captured:
@@ -76,7 +82,7 @@ class Captured:
             (name, _describe(value, inputs) if name in self._varying else _identity(value))
             for name, value in arguments.items()
         )
-        key = (importlib.import_module(_GRAPHS[self._device.kind]).settings(), *described)
+        key = (_graphs(self._device.kind).settings(), *described)
         recording = self._recordings.get(key)
         if recording is None:
             if key not in self._seen:
@@ -108,7 +114,7 @@ class _Recording:
         self._inputs = [empty_like(x) for x in inputs]
         places = iter(self._inputs)
         arguments = fixed | {name: _rebuild(value, places) for name, value in varying.items()}
-        self._graph = importlib.import_module(_GRAPHS[device.kind]).Graph(device)
+        self._graph = _graphs(device.kind).Graph(device)
         with capture.capturing(device):
             # Not before: until then the pool may be that of another thread's recording.
             device.pool.trim()

@@ -300,10 +300,11 @@ def _micro_batch(
     elif before in sizes:
         sizes, reason = [before], "as the run began"
     else:
-        reason = "the whole batch, or as much of it as fits in memory"
+        limit = "" if config.eager else ", or as much of it as fits in memory"
+        reason = f"the whole batch{limit}"
     if config.eager:
         # Its Python may read values, and stop at a breakpoint: a plan has no values.
-        reasons["micro_batch"] = reason.partition(", or")[0]
+        reasons["micro_batch"] = reason
         return sizes[0], 0
     parameters = sum(math.prod(shape) for shape in model_of(config).shapes().values())
     # Weights, gradients, moments and snapshot: no plan of such a size, which would take long.
