@@ -72,11 +72,17 @@ class GPT(nn.Module):
                 nn.init.normal_(p, 0.0, 0.02)
 
     def forward(self, ids, targets):
+        """Logits and loss, as nanoGPT returns them."""
         h = self.wte(ids) + self.wpe.weight[: ids.shape[1]]
         for block in self.blocks:
             h = block(h)
         logits = self.ln_f(h) @ self.wte.weight.t()
-        return functional.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
+        rows = logits.view(-1, logits.shape[-1])
+        return logits, functional.cross_entropy(rows.float(), targets.view(-1))
+
+    def loss(self, ids, targets):
+        """The loss alone: what a caller does not ask for, the compiler need not keep."""
+        return self(ids, targets)[1]
 
     def token(self, ids, pos):
         """The next token, greedily; `pos` is an int, or an int64 [1] where this is compiled."""

@@ -3,10 +3,11 @@
 python benchmarks/torch_side.py WORK DEVICE MODEL PRECISION B T THREADS STYLE ATTENTION MODE
 
 WORK is train, first (one step, and the end) or decode. STYLE `nanogpt`: fp32 weights, under
-autocast (bf16) or alone (fp32). `best`: in bf16 weights, activations and residual stream are bf16,
-with fp32 masters that the optimizer updates; in fp32 the same as nanogpt. Both: fused AdamW,
-gradients clipped to norm 1. ATTENTION: flash, cudnn, math, or any, which leaves it to PyTorch.
-MODE: eager, or one of torch.compile's (default, max-autotune, reduce-overhead), with fullgraph.
+autocast (bf16) or alone (fp32); the model also returns its logits, which the loop holds until the
+next, as there. `best`: it returns the loss alone; in bf16 weights, activations and residual stream
+are bf16, with fp32 masters that the optimizer updates. Both: fused AdamW, gradients clipped to norm
+1. ATTENTION: flash, cudnn, math, or any, which leaves it to PyTorch. MODE: eager, or one of
+torch.compile's (default, max-autotune, reduce-overhead), with fullgraph.
 
 decode: greedy, a token at a time. Compiled, it goes through a static cache behind a mask, as
 gpt-fast does; `math` has the compiler make attention out of products, which gpt-fast found faster,
@@ -68,7 +69,8 @@ class Training:
                 master.grad = torch.zeros_like(master)
         settings = {"lr": 6e-4, "betas": (0.9, 0.95), "fused": True}
         self.optimizer = torch.optim.AdamW(decay(self.masters), **settings)
-        self.forward = compiled(self.model, mode)
+        self.forward = compiled(self.model if style == "nanogpt" else self.model.loss, mode)
+        self.result = None
         self.tokens = sizes["vocab_size"], (2, batch, side.length)
 
     def step(self):
@@ -78,7 +80,9 @@ class Training:
         if self.autocast:
             cast = torch.autocast(self.side.device, torch.bfloat16)
         with cast:
-            loss = self.forward(ids, targets)
+            # Only now does the result before go.
+            self.result = self.forward(ids, targets)
+        loss = self.result[-1] if isinstance(self.result, tuple) else self.result
         loss.backward()
         apart = self.masters is not self.parameters
         if apart:
