@@ -1,6 +1,6 @@
 """The floor under a training step on a GPU: its products and its attention, and nothing else.
 
-One step is run with an ear on the calls of cuBLASLt and of attention, and copies of what they read
+One step is run with an ear on the calls of products and of attention, and copies of what they read
 are kept: numbers as they really occur, since a GPU multiplies zeros, and numbers that have decayed
 to a few bits, at less power and so faster. Those calls are then made again in their order, each
 product plain (no bias, no gelu, nothing added to), reading the copies and writing where nobody
@@ -9,7 +9,7 @@ reads. So no call's result is another's operand, however often they are repeated
 
 import functools
 
-from forge.backends.cuda import cublaslt, cudnn_sdpa, device, flash
+from forge.backends.cuda import cudnn_sdpa, device, flash, products
 from forge.dtypes import ITEMSIZE
 from forge.graph import Captured
 from forge.tensor import Tensor, empty, empty_like
@@ -22,13 +22,13 @@ ATTENTION = ("attention", "attention_backward")
 def bare(run):
     """A captured function that makes the calls of one step of `run`, and how many there are."""
     calls, restore = Calls(run.device), []
-    full = cublaslt.run
+    full = products.run
 
     def product(wanted, a, b, out, **keywords):
         calls.product(full, wanted, a, b)
         return full(wanted, a, b, out, **keywords)
 
-    cublaslt.run = product
+    products.run = product
     for module in (cudnn_sdpa, flash):
         for name in ATTENTION:
             kernel = getattr(module, name)
@@ -39,7 +39,7 @@ def bare(run):
         run.step()
         device.synchronize()
     finally:
-        cublaslt.run = full
+        products.run = full
         for module, name, kernel in restore:
             setattr(module, name, kernel)
 
@@ -48,8 +48,8 @@ def bare(run):
             call()
         return ()
 
-    products = sum(call.func is full for call in calls.made)
-    counts = {"products": products, "attention": len(calls.made) - products}
+    number = sum(call.func is full for call in calls.made)
+    counts = {"products": number, "attention": len(calls.made) - number}
     return Captured(play, run.device, ()), counts
 
 

@@ -343,7 +343,7 @@ def test_the_roofline_repeats_a_steps_calls_on_copies_of_their_operands(scripts,
 
     import roofline
 
-    from forge.backends.cuda import cublaslt, device, flash
+    from forge.backends.cuda import device, flash, products
     from forge.tensor import empty
 
     made = []
@@ -371,7 +371,7 @@ def test_the_roofline_repeats_a_steps_calls_on_copies_of_their_operands(scripts,
     monkeypatch.setattr(device, "runtime", lambda: runtime)
     monkeypatch.setattr(device, "stream", lambda: 0)
     monkeypatch.setattr(device, "synchronize", lambda: None)
-    monkeypatch.setattr(cublaslt, "run", product)
+    monkeypatch.setattr(products, "run", product)
     monkeypatch.setattr(flash, "attention", attention)
     # What the stand-ins do is no kernel's work.
     monkeypatch.setattr(roofline, "Captured", lambda play, device, varying: play)
@@ -380,10 +380,10 @@ def test_the_roofline_repeats_a_steps_calls_on_copies_of_their_operands(scripts,
         for layer in range(3):
             x = tensor(np.full((6, 8), 1.0 + layer, np.float32))
             w = tensor(np.full((8, 4), 10.0 + layer, np.float32))
-            wanted = cublaslt.Product(6, 4, 8, 8, 4, 4, dtype="float32", out_dtype="float32")
+            wanted = products.Product(6, 4, 8, 8, 4, 4, dtype="float32", out_dtype="float32")
             wanted = wanted._replace(epilogue="bias", accumulate=layer > 0)
             out = empty((6, 4), "float32", CPU)
-            cublaslt.run(wanted, x.pointer, w.pointer, out.pointer, bias=64)
+            products.run(wanted, x.pointer, w.pointer, out.pointer, bias=64)
             flash.attention(x, None, out=out, lse=None, n_head=layer + 1)
             # Its memory goes to others, as in a real step.
             x.array[...], w.array[...] = np.nan, np.nan
@@ -391,7 +391,7 @@ def test_the_roofline_repeats_a_steps_calls_on_copies_of_their_operands(scripts,
     run = SimpleNamespace(device=CPU, eager=lambda: None, step=step)
     play, counts = roofline.bare(run)
     assert counts == {"products": 3, "attention": 3}
-    assert cublaslt.run is product
+    assert products.run is product
     assert flash.attention is attention
     made.clear()
     play()

@@ -1,4 +1,4 @@
-"""Products on the GPU: what is asked of cuBLASLt, and which of its algorithms is taken."""
+"""Products on the GPU: what is asked of the libraries, and which algorithm is taken."""
 
 import ctypes
 import importlib.util
@@ -16,12 +16,13 @@ from forge.errors import ConfigError, DeviceError, DeviceLostError, OutOfMemoryE
 from forge.run import choices
 from forge.tensor import Device
 
-if importlib.util.find_spec("nvmath") is None:
-    pytest.skip("needs nvmath-python: pip install 'forge-gpt[cuda]'", allow_module_level=True)
+if not (importlib.util.find_spec("nvmath") and importlib.util.find_spec("cudnn")):
+    pytest.skip("needs the packages of forge-gpt[cuda]", allow_module_level=True)
 
+import cudnn
 from nvmath.bindings import cublasLt
 
-from forge.backends.cuda import cublaslt, linear
+from forge.backends.cuda import cublaslt, cudnn_linear, linear, products
 
 
 @pytest.fixture
@@ -38,9 +39,9 @@ def random(*shape, dtype="float32", seed=0, device="cpu"):
 @pytest.fixture
 def asked(monkeypatch):
     """The products that kernels ask for, of which none is computed."""
-    products = []
-    monkeypatch.setattr(cublaslt, "run", lambda product, *_, **__: products.append(product) or True)
-    return products
+    found = []
+    monkeypatch.setattr(products, "run", lambda product, *_, **__: found.append(product) or True)
+    return found
 
 
 def ask(dtype):
@@ -147,16 +148,18 @@ class Library:
         patch.setattr(gpu, "synchronize", lambda: None)
         patch.setattr(cublaslt, "_handle", lambda: 1)
         patch.setattr(cublaslt, "_workspace", lambda: types.SimpleNamespace(address=0))
-        patch.setattr(cublaslt, "empty", lambda *args: types.SimpleNamespace(pointer=0))
-        patch.setattr(cublaslt, "Device", lambda name: None)
-        patch.setattr(cublaslt._Plan, "_time", lambda plan, *args: self.time(plan))
+        for module in (products, cudnn_linear):
+            patch.setattr(module, "empty", lambda *args: types.SimpleNamespace(pointer=0))
+            patch.setattr(module, "Device", lambda name: None)
+        patch.setattr(products, "_time", self.time)
+        patch.setattr(cudnn, "backend_version", lambda: 91900)
         patch.setenv("XDG_CACHE_HOME", str(cache))
         self.folder = cache / "forge"
         self.forget()
 
     def forget(self):
         """As in another process."""
-        for each in (cublaslt._plan, cublaslt._table, cublaslt.chosen_for):
+        for each in (products._plan, products._table, products.chosen_for):
             each.cache_clear()
 
     @staticmethod
@@ -170,24 +173,24 @@ class Library:
         self.ran.append(number)
 
     def heuristic(self, *args):
-        for number in range(len(self.times)):
+        for number in range(4):
             start = args[8] + number * cublasLt.matmul_heuristic_result_dtype.itemsize
             ctypes.memset(start, 0, 64)
             ctypes.memset(start, number, 1)
-        ctypes.c_int32.from_address(args[9]).value = len(self.times)
+        ctypes.c_int32.from_address(args[9]).value = 4
 
-    def time(self, plan):
+    def time(self, call, number):
         self.timed += 1
-        return self.times[plan.algorithm[0]]
+        call[0](*call[1:])
+        return self.times[self.ran[-1]]
 
     def run(self, n=512):
         """Compute a product of this width; the algorithm that did."""
-        product = cublaslt.Product(512, n, 512, 512, n, n)
-        assert cublaslt.run(product, 256, 512, 1024)
+        assert products.run(cublaslt.Product(512, n, 512, 512, n, n), 256, 512, 1024)
         return self.ran[-1]
 
     def file(self):
-        (path,) = self.folder.glob("cublaslt-*.json")
+        (path,) = self.folder.glob("products-*.json")
         return path
 
 
@@ -207,28 +210,28 @@ def other(algorithms, number):
 def test_the_fastest_algorithm_is_taken_and_kept(library):
     assert library.run() == 1
     timed = library.timed
-    assert timed == 4 * cublaslt.ROUNDS
+    assert timed == 4 * products.ROUNDS
     library.forget()
     library.times = (1.0, 2.0, 3.0, 4.0)
     assert library.run() == 1
     assert library.timed == timed
-    assert list(cublaslt.used().values()) == list(json.loads(library.file().read_text()).values())
+    assert list(products.used().values()) == list(json.loads(library.file().read_text()).values())
 
 
 def test_a_runs_table_goes_before_the_machines_and_outlives_it(library):
     library.run()
-    frozen = other(cublaslt.used(), 2)
-    cublaslt.begin_run(frozen)
-    assert cublaslt.used() == {}
+    frozen = other(products.used(), 2)
+    products.begin_run(frozen)
+    assert products.used() == {}
     assert library.run() == 2
-    assert cublaslt.used() == frozen
+    assert products.used() == frozen
     library.file().unlink()
     library.forget()
     timed = library.timed
-    cublaslt.begin_run(frozen)
+    products.begin_run(frozen)
     assert library.run() == 2
     assert library.timed == timed
-    cublaslt.begin_run({})
+    products.begin_run({})
     assert library.run() == 1
 
 
@@ -262,7 +265,7 @@ def test_two_processes_keep_each_others_algorithms(tmp_path):
     path = tmp_path / "table.json"
     first, second = Table(path), Table(path)
     for table, product, number in ((first, "a", 1), (second, "b", 2), (first, "c", 3)):
-        table.use(product, np.full(64, number, np.uint8), tuned=True)
+        table.use(product, f"{number:02x}" * 64, tuned=True)
     kept = json.loads(path.read_text())
     assert {key: value[:2] for key, value in kept.items()} == {"a": "01", "b": "02", "c": "03"}
     assert [each.name for each in tmp_path.iterdir()] == ["table.json"]
@@ -270,13 +273,13 @@ def test_two_processes_keep_each_others_algorithms(tmp_path):
 
 def test_an_algorithm_that_the_library_refuses_is_chosen_anew(library):
     library.run()
-    frozen = cublaslt.used()
+    frozen = products.used()
     library.refused = {1}
     library.forget()
     with pytest.warns(UserWarning, match="refuses the algorithm kept for a product"):
         assert library.run() == 2
     assert next(iter(json.loads(library.file().read_text()).values())).startswith("02")
-    cublaslt.begin_run(frozen)
+    products.begin_run(frozen)
     with pytest.warns(UserWarning, match="the same bits are no longer promised"):
         assert library.run() == 2
 
@@ -285,13 +288,13 @@ def test_an_algorithm_refused_within_a_capture_is_chosen_anew_after_it(library, 
     library.run()
     library.refused = {1}
     library.forget()
-    monkeypatch.setattr(cublaslt.device, "_capturing", True)
+    monkeypatch.setattr(products.device, "_capturing", True)
     with (
         pytest.warns(UserWarning, match="refuses the algorithm kept for a product"),
         pytest.raises(DeviceError, match="expected no new product while a step is captured"),
     ):
         library.run()
-    monkeypatch.setattr(cublaslt.device, "_capturing", False)
+    monkeypatch.setattr(products.device, "_capturing", False)
     assert library.run() == 2
 
 
@@ -315,6 +318,152 @@ def test_a_lost_gpu_is_no_refused_algorithm(library, monkeypatch):
     with pytest.raises(OutOfMemoryError, match="GPU memory for a product"):
         library.run()
     assert library.file().read_text() == kept
+
+
+# ---- Heavy products, and a second library for some
+
+
+def test_a_heavy_product_is_timed_on_a_gpu_at_work(library, monkeypatch):
+    """Heated once for several in a row, and again when the GPU may have cooled."""
+    now = [0.0]
+
+    def time(call, number):
+        now[0] += 0.125
+        return library.time(call, number)
+
+    monkeypatch.setattr(products, "_time", time)
+    monkeypatch.setattr(products.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(products, "_heated", [-np.inf])
+    timed = []
+    for idle in (0.0, products.COOLED / 2, products.COOLED * 2):
+        now[0] += idle
+        before = library.timed
+        wide = products.HEAVY // 512**2 + 8 * len(timed)
+        assert products.run(cublaslt.Product(512, wide, 512, 512, wide, wide), 256, 512, 1024)
+        timed.append(library.timed - before)
+    rounds = 1 + 4 * products.ROUNDS
+    heating = round(products.HEATING / 0.125)
+    assert timed == [rounds + heating, rounds, rounds + heating]
+
+
+class Plans:
+    """A graph of cuDNN with three plans, of which it does not build the first."""
+
+    names = ("eng0", "eng4_k24=2", "eng7")
+
+    def __init__(self, library):
+        self.library = library
+        self.built = []
+
+    def build_plan_at_index(self, index):
+        if index == 0:
+            raise cudnn.cudnnGraphNotSupportedError("not this one")
+        self.built.append(index)
+
+    def get_workspace_size_plan_at_index(self, index):
+        return 0
+
+    def execute_plan_at_index(self, addresses, workspace, index, handle):
+        assert index in self.built
+        assert addresses == {1: 256, 2: 512, 3: 2048, 4: 4096, 5: addresses[5]}
+        self.library.ran.append(self.names[index])
+
+
+LAYER = cublaslt.Product(1 << 16, 1024, 512, 512, 1024, 1024, epilogue="bias gelu pre")
+
+
+@pytest.fixture
+def both(library, monkeypatch):
+    """cuBLASLt and cuDNN, whose second plan is the fastest of all."""
+    graph = Plans(library)
+    monkeypatch.setattr(cudnn_linear, "_plans", lambda product: (graph, list(graph.names)))
+    monkeypatch.setattr(cudnn_linear.cudnn_graph, "handle", lambda: None)
+    monkeypatch.setattr(products, "_heat", lambda call: None)
+    library.times = {0: 3.0, 1: 1.0, 2: 2.0, 3: 4.0, "eng4_k24=2": 0.9, "eng7": 5.0}
+    return library
+
+
+def layer(library, product=LAYER):
+    assert products.run(product, 256, 512, 1024, bias=2048, pre=4096)
+    return library.ran[-1]
+
+
+def test_the_faster_of_two_libraries_computes_a_layer_and_is_kept(both, monkeypatch):
+    assert layer(both) == "eng4_k24=2"
+    assert list(products.used().values()) == ["cudnn eng4_k24=2"]
+    timed = both.timed
+    both.forget()
+    assert layer(both) == "eng4_k24=2"
+    assert both.timed == timed
+    frozen = json.loads(json.dumps(products.used()))
+    begun = {"products": {"chosen_for": products.chosen_for(), "algorithms": frozen}}
+    both.file().unlink()
+    both.forget()
+    assert choices._products(CUDA, begun)["algorithms"] == frozen
+    assert layer(both) == "eng4_k24=2"
+    assert both.timed == timed
+
+
+def test_a_plan_that_is_gone_is_chosen_anew(both, monkeypatch):
+    layer(both)
+    both.forget()
+    monkeypatch.setattr(Plans, "names", ("eng0", "eng7"))
+    with pytest.warns(UserWarning, match="refuses the algorithm kept for a product"):
+        assert layer(both) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"epilogue": "bias gelu"},
+        {"epilogue": "bias"},
+        {"ldb": 2048},
+        {"lda": 1024},
+        {"dtype": "float32"},
+        {"out_dtype": "float32"},
+        {"trans_b": True},
+        {"batch": 2},
+    ],
+)
+def test_only_layers_with_gelu_are_asked_of_cudnn(other):
+    assert cudnn_linear.serves(LAYER, 16)
+    assert not cudnn_linear.serves(LAYER, 8)
+    assert not cudnn_linear.serves(LAYER._replace(**other), 256)
+
+
+def test_a_light_layer_is_cublaslts(both):
+    """Compiling the plans would take longer than it is ever worth."""
+    assert layer(both, LAYER._replace(m=1 << 8)) == 1
+
+
+@pytest.mark.cuda
+def test_both_libraries_compute_the_same_layer():
+    """On the card: every plan of cuDNN, against float64, to the rounding of bfloat16."""
+    x, w = (random(*s, dtype="bfloat16", seed=i) for i, s in enumerate(((512, 256), (256, 384))))
+    bias = random(384, dtype="bfloat16", seed=2)
+    sums = np.asarray(x.numpy(), np.float64) @ np.asarray(w.numpy(), np.float64) / 16
+    w = tensor(np.asarray(w.numpy(), np.float32) / 16, "bfloat16", "cuda")
+    sums += np.asarray(bias.numpy(), np.float64)
+    inner = np.sqrt(2 / np.pi) * (sums + 0.044715 * sums**3)
+    exact = {"pre": sums, "out": 0.5 * sums * (1 + np.tanh(inner))}
+    x, bias = (tensor(each, device="cuda") for each in (x, bias))
+    product = cublaslt.Product(512, 384, 256, 256, 384, 384, epilogue="bias gelu pre")
+    named = cudnn_linear.candidates(product)
+    written = cublaslt.Matmul(product, 256).candidates()
+    assert named
+    assert written
+    for algorithm in (*named, *written):
+        pre, out = (tensor(np.zeros((512, 384)), "bfloat16", "cuda") for _ in range(2))
+        made = cudnn_linear if cudnn_linear.wrote(algorithm) else None
+        kernel = (
+            made.kernel(product, algorithm)
+            if made
+            else cublaslt.Matmul(product, 256).kernel(algorithm)
+        )
+        kernel(x.pointer, w.pointer, out.pointer, 1.0, bias.pointer, pre.pointer)
+        for got, want in ((pre, exact["pre"]), (out, exact["out"])):
+            error = relative(np.asarray(got.numpy(), np.float64), want)
+            assert error < 4e-3, (algorithm, error)
 
 
 # ---- Frozen with the run
@@ -352,7 +501,8 @@ def test_another_driver_is_named_and_its_algorithms_are_chosen_anew(library):
     library.card = gpu.Card("A card", 90, 100, 13010)
     library.forget()
     again = choices.Choices("cuda", 4, 0, 1, {}, products=choices._products(CUDA, frozen))
-    old, new = (f"A card, driver {driver}, cuBLASLt 130100" for driver in (13000, 13010))
+    libraries = "cuBLASLt 130100, cuDNN 91900"
+    old, new = (f"A card, driver {driver}, {libraries}" for driver in (13000, 13010))
     assert choices.changed(frozen, again) == [f"products for {old} → {new}"]
     assert library.run() == 1
 

@@ -186,7 +186,7 @@ class Commands:
         (home / "forge").mkdir()
         # Compiled kernels are as they were.
         for each in real.glob("*") if real.exists() else ():
-            if not each.name.startswith("cublaslt"):
+            if not each.name.startswith("products-"):
                 (home / "forge" / each.name).symlink_to(each)
         self.environment = {**os.environ, "XDG_CACHE_HOME": str(home)}
 
@@ -203,7 +203,7 @@ class Commands:
 
     def forget_algorithms(self):
         """Delete the machine's table; whether there was one."""
-        found = list((self.home / "forge").glob("cublaslt-*.json"))
+        found = list((self.home / "forge").glob("products-*.json"))
         for path in found:
             path.unlink()
         return bool(found)

@@ -66,10 +66,10 @@ class Choices:
         """Add the algorithms of products that came up since; whether there were any."""
         if self.device != "cuda":
             return False
-        from forge.backends.cuda import cublaslt
+        from forge.backends.cuda import products
 
         before: dict[str, str] = self.products["algorithms"]
-        now = {**before, **cublaslt.used()}
+        now = {**before, **products.used()}
         self.products["algorithms"] = now
         return now != before
 
@@ -335,11 +335,11 @@ def _products(device: Device, frozen: Mapping[str, Any]) -> dict[str, Any]:
             )
     if device.kind != "cuda":
         return dict(before)
-    from forge.backends.cuda import cublaslt
+    from forge.backends.cuda import products
 
-    chosen_for = cublaslt.chosen_for()
+    chosen_for = products.chosen_for()
     algorithms = before["algorithms"] if before.get("chosen_for") == chosen_for else {}
-    cublaslt.begin_run(algorithms)
+    products.begin_run(algorithms)
     return {"chosen_for": chosen_for, "algorithms": algorithms}
 
 

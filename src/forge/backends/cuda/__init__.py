@@ -1,4 +1,4 @@
-"""The CUDA backend: products by cuBLASLt, attention by cuDNN, all other kernels by Triton.
+"""The CUDA backend: products by cuBLASLt, some by cuDNN, as attention is; the rest by Triton.
 
 For NVIDIA GPUs of compute capability 8.0 and newer, in float32 and bfloat16, accumulating in
 float32; what only moves elements takes any dtype. The rest is served by the reference, through

@@ -1,7 +1,7 @@
 """Which algorithm computes which product: a run's own table first, then the machine's.
 
 Algorithms are chosen by timing, and another one may add in another order. So what was chosen once
-stays: on the machine, in `$XDG_CACHE_HOME/forge/cublaslt-<hash>.json`; in a run, in its
+stays: on the machine, in `$XDG_CACHE_HOME/forge/products-<hash>.json`; in a run, in its
 `frozen.json`, which goes with its folder and outlives the machine's file.
 """
 
@@ -14,16 +14,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from forge import cache
 
-# The library's 64 bytes, as hexadecimal.
-_WRITTEN = re.compile(r"[0-9a-f]{128}")
+# How an algorithm of cuDNN begins.
+CUDNN = "cudnn "
+# The 64 bytes of one of cuBLASLt, as hexadecimal; or the name of a plan of cuDNN.
+_WRITTEN = re.compile(rf"[0-9a-f]{{128}}|{CUDNN}[\w=]+")
+
+
+class RefusedError(Exception):
+    """A library does not take an algorithm for a product; it says so before it computes."""
 
 
 def intact(algorithms: Any) -> bool:
-    """Whether it is a table as it is written: hexadecimal algorithms by product."""
+    """Whether it is a table as it is written: algorithms by product."""
     return isinstance(algorithms, dict) and all(
         isinstance(value, str) and _WRITTEN.fullmatch(value) for value in algorithms.values()
     )
@@ -48,16 +52,15 @@ class Table:
         """From here on these go before the machine's."""
         self._run, self.used = dict(algorithms), {}
 
-    def find(self, product: str) -> np.ndarray | None:
+    def find(self, product: str) -> str | None:
         """The algorithm for a product, if there is one."""
-        found = self._run.get(product) or self._machine.get(product)
-        return None if found is None else np.frombuffer(bytes.fromhex(found), np.uint8).copy()
+        return self._run.get(product) or self._machine.get(product)
 
-    def use(self, product: str, algorithm: np.ndarray, *, tuned: bool) -> None:
+    def use(self, product: str, algorithm: str, *, tuned: bool) -> None:
         """Note what computes a product; what was just `tuned` is written to the machine's file."""
-        self.used[product] = algorithm.tobytes().hex()
+        self.used[product] = algorithm
         if tuned:
-            self._tuned[product] = self._machine[product] = self.used[product]
+            self._tuned[product] = self._machine[product] = algorithm
             self._save()
 
     def refuse(self, product: str) -> None:

@@ -1,30 +1,22 @@
-"""Products by cuBLASLt: one call each, by an algorithm chosen by timing.
-
-A `Product` says everything about a product but its addresses. Its first call asks the library for
-candidates, times them on the operands at hand, and keeps the fastest in a table (`algorithms`) of
-this card, driver and library: the same machine always chooses the same, and so does a resumed run,
-so the bits do not depend on a measurement made anew.
+"""Products by cuBLASLt: one call each, by one of the library's algorithms.
 
 All is row-major here. The library is column-major, where a row-major matrix is its transpose: so
-out = op(a) op(b) is asked for as out^T = op(b)^T op(a)^T, with the operands swapped.
+out = op(a) op(b) is asked for as out^T = op(b)^T op(a)^T, with the operands swapped. An algorithm
+is written as the library's 64 bytes in hexadecimal.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from nvmath.bindings import cublasLt
 
-from forge import dtypes
 from forge.backends.cuda import device
-from forge.backends.cuda.algorithms import Table
-from forge.cache import folder
-from forge.errors import DeviceError, DeviceLostError
-from forge.tensor import Device, empty
+from forge.backends.cuda.algorithms import RefusedError
+from forge.errors import DeviceLostError
+from forge.tensor import Device
 
 # cudaDataType_t and cublasComputeType_t: all products add in float32; the second rounds float32
 # operands to TF32 before.
@@ -36,18 +28,15 @@ EPILOGUES = {
     "bias": cublasLt.Epilogue.BIAS,
     "bias gelu": cublasLt.Epilogue.GELU_BIAS,
     "bias gelu pre": cublasLt.Epilogue.GELU_AUX_BIAS,
+    "gelu backward": cublasLt.Epilogue.DGELU,
 }
 # More than this made no candidate faster on an H200; the largest one used 19 MB.
 WORKSPACE = 32 << 20
-# Below this many multiply-adds a product is over before a difference between candidates shows.
-WORTH_TIMING = 1 << 22
 CANDIDATES = 8
 # cublasStatus_t: INVALID_VALUE, ARCH_MISMATCH and NOT_SUPPORTED. But for ALLOC_FAILED all others
 # mean a GPU at fault.
 REFUSALS = {7, 8, 15}
 ALLOC_FAILED = 3
-ROUNDS = 3
-REPEATS = 5
 
 
 class Product(NamedTuple):
@@ -55,7 +44,8 @@ class Product(NamedTuple):
 
     a is [m, k], or [k, m] with trans_a; b is [k, n], or [n, k] with trans_b; `batch` such products
     lie `step`s of elements apart. The epilogue adds a bias [n], applies gelu (tanh), and stores the
-    sum before it as `pre`, shaped as out. `tf32` rounds float32 operands.
+    sum before it as `pre`, shaped as out; or multiplies by gelu's derivative at a given `pre`.
+    `tf32` rounds float32 operands.
     """
 
     m: int
@@ -82,71 +72,12 @@ class Product(NamedTuple):
         return COMPUTE_32F_FAST_TF32 if self.tf32 else COMPUTE_32F
 
 
-def run(
-    product: Product,
-    a: int,
-    b: int,
-    out: int,
-    *,
-    alpha: float = 1.0,
-    bias: int = 0,
-    pre: int = 0,
-) -> bool:
-    """Compute a product of matrices at these addresses; False where the library has no kernel."""
-    alignment = (a | b | out | bias | pre) & -(a | b | out | bias | pre)
-    plan = _plan(product, min(alignment, 256))
-    if plan.algorithm is None:
-        if plan.recall(a, b, out, alpha, bias, pre):
-            return True
-        plan.choose(a, b, bias, pre)
-    if plan.algorithm.size == 0:
-        return False
-    try:
-        plan(a, b, out, alpha, bias, pre)
-    except _RefusedError as error:
-        raise missing(product) from error
-    return True
-
-
-@cache
-def chosen_for() -> str:
-    """The card, driver and library that an algorithm is chosen for."""
-    card = device.card()
-    return f"{card.name}, driver {card.driver}, cuBLASLt {cublasLt.get_version()}"
-
-
-def begin_run(algorithms: Mapping[str, str]) -> None:
-    """From here on a run's algorithms, by product, go before the machine's."""
-    _table().begin_run(algorithms)
-    _plan.cache_clear()
-
-
-def used() -> dict[str, str]:
-    """The algorithms, by product, of all products since the run began."""
-    return dict(_table().used)
-
-
-def missing(product: Product) -> DeviceError:
-    """The error for a product that the library has no kernel for."""
-    return DeviceError(
-        f"[matmul] expected a kernel of cuBLASLt, got none for {product}; "
-        "pad the sizes to multiples of 8"
-    )
-
-
-class _RefusedError(Exception):
-    """The library does not take an algorithm for a product; it says so before it computes."""
-
-
-class _Plan:
-    """The library's description of a product, and the algorithm for it: none yet, or empty."""
+class Matmul:
+    """The library's description of a product, of operands at least so aligned (bytes)."""
 
     def __init__(self, product: Product, alignment: int) -> None:
-        p = product
-        self._product = p
+        p = self._product = product
         self._alignment = alignment
-        self._key = " ".join(map(str, (*p, alignment)))
-        self.algorithm: Any = None
         # alpha and beta; the addresses of bias and pre.
         self._scalars = np.array([1.0, float(p.accumulate)], np.float32)
         self._addresses = np.zeros(2, np.int64)
@@ -156,9 +87,9 @@ class _Plan:
         _set_desc(desc, attribute.TRANSA, int(p.trans_b))
         _set_desc(desc, attribute.TRANSB, int(p.trans_a))
         _set_desc(desc, attribute.EPILOGUE, int(EPILOGUES[p.epilogue]))
-        if p.epilogue:
+        if "bias" in p.epilogue:
             _set_desc(desc, attribute.BIAS_DATA_TYPE, out_kind)
-        if p.epilogue.endswith("pre"):
+        if p.epilogue in ("bias gelu pre", "gelu backward"):
             _set_desc(desc, attribute.EPILOGUE_AUX_LD, p.ldc)
         rows_b, columns_b = (p.k, p.n) if p.trans_b else (p.n, p.k)
         rows_a, columns_a = (p.m, p.k) if p.trans_a else (p.k, p.m)
@@ -166,14 +97,11 @@ class _Plan:
         self._a = _layout(kind, rows_a, columns_a, p.lda, p.batch, p.step_a)
         self._out = _layout(out_kind, p.n, p.m, p.ldc, p.batch, p.step_c)
 
-    def __call__(self, a: int, b: int, out: int, alpha: float, bias: int, pre: int) -> None:
-        if bias:
-            self._addresses[:] = bias, pre
-            attribute, cell = cublasLt.MatmulDescAttribute, self._addresses.ctypes.data
-            cublasLt.matmul_desc_set_attribute(self._desc, int(attribute.BIAS_POINTER), cell, 8)
-            if pre:
-                pointer = int(attribute.EPILOGUE_AUX_POINTER)
-                cublasLt.matmul_desc_set_attribute(self._desc, pointer, cell + 8, 8)
+    def __call__(
+        self, algorithm: np.ndarray, a: int, b: int, out: int, alpha: float, bias: int, pre: int
+    ) -> None:
+        """Compute; raises `RefusedError` where the library does not take the algorithm."""
+        self._point(bias, pre)
         self._scalars[0] = alpha
         scalars = self._scalars.ctypes.data
         try:
@@ -190,14 +118,14 @@ class _Plan:
                 self._out,
                 out,
                 self._out,
-                self.algorithm.ctypes.data,
+                algorithm.ctypes.data,
                 _workspace().address,
                 WORKSPACE,
                 device.stream(),
             )
         except cublasLt.cuBLASLtError as error:
             if error.status in REFUSALS:
-                raise _RefusedError from error
+                raise RefusedError from error
             if error.status == ALLOC_FAILED:
                 raise device.out_of_memory("GPU memory for a product") from error
             raise DeviceLostError(
@@ -205,32 +133,21 @@ class _Plan:
                 "state is lost after such an error: start again from the last checkpoint"
             ) from error
 
-    def recall(self, a: int, b: int, out: int, alpha: float, bias: int, pre: int) -> bool:
-        """Compute by the table's algorithm; False where it has none that the library takes."""
-        self.algorithm = _table().find(self._key)
-        if self.algorithm is None:
-            return False
-        try:
-            self(a, b, out, alpha, bias, pre)
-        except _RefusedError:
-            self.algorithm = None
-            _table().refuse(self._key)
-            return False
-        _table().use(self._key, self.algorithm, tuned=False)
-        return True
+    def _point(self, bias: int, pre: int) -> None:
+        """Tell the description where the epilogue's operands are."""
+        attribute = cublasLt.MatmulDescAttribute
+        self._addresses[:] = bias, pre
+        for i, name in enumerate((attribute.BIAS_POINTER, attribute.EPILOGUE_AUX_POINTER)):
+            if self._addresses[i]:
+                cell = self._addresses[i:].ctypes.data
+                cublasLt.matmul_desc_set_attribute(self._desc, int(name), cell, 8)
 
-    def choose(self, a: int, b: int, bias: int, pre: int) -> None:
-        """Time the candidates and note the fastest in the table."""
-        device.eager("new product")
-        candidates = self._candidates()
-        p = self._product
-        if len(candidates) > 1 and p.batch * p.m * p.n * p.k >= WORTH_TIMING:
-            candidates = [self._fastest(candidates, a, b, bias, pre)]
-        self.algorithm = candidates[0] if candidates else np.empty(0, np.uint8)
-        if candidates:
-            _table().use(self._key, self.algorithm, tuned=True)
+    def kernel(self, algorithm: str) -> Any:
+        """This product by an algorithm: a function of addresses and alpha, as `__call__`'s."""
+        return partial(self, np.frombuffer(bytes.fromhex(algorithm), np.uint8).copy())
 
-    def _candidates(self) -> list[np.ndarray]:
+    def candidates(self) -> list[str]:
+        """The algorithms that the library holds for best; none where it has no kernel."""
         preference = cublasLt.matmul_preference_create()
         attribute = cublasLt.MatmulPreferenceAttribute
         _set_preference(preference, attribute.MAX_WORKSPACE_BYTES, WORKSPACE)
@@ -253,46 +170,11 @@ class _Plan:
                 count.ctypes.data,
             )
         except cublasLt.cuBLASLtError:
-            # How the library says that it has no kernel for this; `run` passes it on.
+            # How the library says that it has no kernel for this.
             count[0] = 0
         cublasLt.matmul_preference_destroy(preference)
         size = cublasLt.matmul_algo_dtype.itemsize
-        return [
-            np.frombuffer(result.tobytes()[:size], np.uint8).copy() for result in found[: count[0]]
-        ]
-
-    def _fastest(
-        self, candidates: list[np.ndarray], a: int, b: int, bias: int, pre: int
-    ) -> np.ndarray:
-        """The candidate of least time, the best of several rounds; out is a stand-in."""
-        p = self._product
-        room = ((p.batch - 1) * p.step_c + p.m * p.ldc) * dtypes.ITEMSIZE[p.out_dtype]
-        stand_in = empty((room,), "bool", Device("cuda"))
-        times = []
-        for self.algorithm in candidates:
-            try:
-                self(a, b, stand_in.pointer, 1.0, bias, pre)
-                device.synchronize()
-            except _RefusedError:
-                times.append(float("inf"))
-                continue
-            times.append(min(self._time(a, b, stand_in.pointer, bias, pre) for _ in range(ROUNDS)))
-        best = int(np.argmin(times))
-        if times[best] == float("inf"):
-            self.algorithm = None
-            raise missing(p)
-        return candidates[best]
-
-    def _time(self, a: int, b: int, out: int, bias: int, pre: int) -> float:
-        start = device.Event(timing=True).record()
-        for _ in range(REPEATS):
-            self(a, b, out, 1.0, bias, pre)
-        return device.Event(timing=True).record().since(start)
-
-
-@cache
-def _plan(product: Product, alignment: int) -> _Plan:
-    return _Plan(product, alignment)
+        return [result.tobytes()[:size].hex() for result in found[: count[0]]]
 
 
 @cache
@@ -305,12 +187,6 @@ def _handle() -> int:
 @cache
 def _workspace() -> Any:
     return Device("cuda").memory.allocate(WORKSPACE)
-
-
-@cache
-def _table() -> Table:
-    name = hashlib.sha256(chosen_for().encode()).hexdigest()[:16]
-    return Table(folder() / f"cublaslt-{name}.json")
 
 
 def _layout(kind: int, rows: int, columns: int, ld: int, batch: int, step: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cudnn
 
-from forge.backends.cuda import device
+from forge.backends.cuda import cudnn_graph
 from forge.backends.cuda.pointwise import cast
 from forge.tensor import Device, Tensor, empty
 
@@ -95,19 +95,12 @@ def _heads(packed: Tensor, names: tuple[int, int, int]) -> dict[int, int]:
 def _execute(plan: Any, addresses: dict[int, int]) -> None:
     size = plan.get_workspace_size()
     workspace = empty((size,), "bool", Device("cuda"))
-    plan.execute(addresses, workspace.pointer, handle=_handle())
-
-
-@cache
-def _handle() -> Any:
-    handle = cudnn.create_handle()
-    cudnn.set_stream(handle=handle, stream=device.stream())
-    return handle
+    plan.execute(addresses, workspace.pointer, handle=cudnn_graph.handle())
 
 
 @cache
 def _forward(sizes: Sizes, *, lse: bool) -> Any:
-    graph = _graph()
+    graph = cudnn_graph.graph()
     q, k, v = (
         graph.tensor(name=name, uid=uid, **sizes.heads)
         for name, uid in (("q", Q), ("k", K), ("v", V))
@@ -122,7 +115,7 @@ def _forward(sizes: Sizes, *, lse: bool) -> Any:
 
 @cache
 def _backward(sizes: Sizes) -> Any:
-    graph = _graph()
+    graph = cudnn_graph.graph()
     B, T, H, _ = sizes
     q, k, v = (
         graph.tensor(name=name, uid=uid, **sizes.heads)
@@ -156,15 +149,6 @@ def _backward(sizes: Sizes) -> Any:
     return _built(graph)
 
 
-def _graph() -> Any:
-    return cudnn.pygraph(
-        io_data_type=cudnn.data_type.BFLOAT16,
-        intermediate_data_type=cudnn.data_type.FLOAT,
-        compute_data_type=cudnn.data_type.FLOAT,
-        handle=_handle(),
-    )
-
-
 def _causal(sizes: Sizes) -> dict[str, Any]:
     return {
         "attn_scale": sizes.D**-0.5,
@@ -175,11 +159,9 @@ def _causal(sizes: Sizes) -> dict[str, Any]:
 
 def _built(graph: Any) -> Any:
     """The graph with a plan that runs it, or None where cuDNN has none for this card."""
+    if not cudnn_graph.planned(graph):
+        return None
     try:
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A])
-        graph.check_support()
         graph.build_plans()
     except cudnn.cudnnGraphNotSupportedError:
         return None

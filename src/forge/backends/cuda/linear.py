@@ -1,12 +1,12 @@
-"""Products: addresses and leading dimensions for cuBLASLt, with bias and gelu in its epilogue.
+"""Products: addresses and leading dimensions for the libraries, with bias and gelu in an epilogue.
 
-Where the library has no epilogue for a shape or dtype, the bias is written first and the product
+Where none has no epilogue for a shape or dtype, the bias is written first and the product
 added to it. Products of few rows have kernels of their own.
 """
 
 from __future__ import annotations
 
-from forge.backends.cuda import cublaslt, few_rows, pointwise, precision, shape
+from forge.backends.cuda import few_rows, pointwise, precision, products, shape
 from forge.backends.cuda.cublaslt import Product
 from forge.tensor import Tensor, empty
 
@@ -78,8 +78,8 @@ def matmul(
         step_c=m * n,
         tf32=precision.tf32(a.dtype),
     )
-    if not cublaslt.run(product, a.pointer, b.pointer, out.pointer, alpha=alpha):
-        raise cublaslt.missing(product)
+    if not products.run(product, a.pointer, b.pointer, out.pointer, alpha=alpha):
+        raise products.missing(product)
 
 
 def linear(
@@ -114,7 +114,7 @@ def linear(
         if pre is not None and epilogue.endswith("pre"):
             addresses["pre"] = pre.pointer
         before = out if pre is None or epilogue != "bias" else pre
-        if cublaslt.run(product, x.pointer, w.pointer, before.pointer, **addresses):
+        if products.run(product, x.pointer, w.pointer, before.pointer, **addresses):
             if gelu is not None and epilogue == "bias":
                 pointwise.gelu(before, out=out, form=gelu)
             return

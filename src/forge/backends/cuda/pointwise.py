@@ -183,14 +183,13 @@ def _gelu_backward_sums(
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Of some rows and columns, and what they add to the sums of the columns."""
     part = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
     start = part * per_program
-    for first in tl.range(0, per_program, ROWS, num_stages=STAGES):
+    for first in range(0, per_program, ROWS):
         rows = start + first + tl.arange(0, ROWS)
         inside = (rows < N)[:, None] & (columns < C)[None, :]
         places = rows.to(tl.int64)[:, None] * C + columns[None, :]
@@ -346,7 +345,6 @@ def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, sums: Tensor | None, fo
         FORM=form,
         ROWS=SUM_ROWS,
         COLUMNS=SUM_COLUMNS,
-        STAGES=3,
         num_warps=8,
     )
     fold(partial, sums)

@@ -19,8 +19,10 @@ from forge.tensor import Tensor, empty, full
 # Programs of a first stage, two for each multiprocessor of the largest cards: enough to draw the
 # full bandwidth, and the same on every card, for the same bits.
 PROGRAMS = 264
-# A program of `sum_rows` adds tiles of this many rows and columns.
-ROWS, COLUMNS = 32, 512
+# `sum_rows` adds tiles of this many rows and columns, several of them on their way at a time: 4.0
+# TB/s on an H200, where tiles four times as tall, one at a time, draw 3.6.
+ROWS, COLUMNS, STAGES = 8, 512, 4
+ROW_PROGRAMS = 528
 # Elements in a tile of `sum_to` and `max`, and how many results it makes at most.
 TILE, RESULTS = 2048, 64
 # Columns of a part of a row whose largest is looked for.
@@ -28,12 +30,22 @@ PLACES = 2048
 
 
 @triton.jit
-def _sum_rows(x, partial, N, C, per_program, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_rows(
+    x,
+    partial,
+    N,
+    C,
+    per_program,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     part = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
-    for first in range(part * per_program, (part + 1) * per_program, ROWS):
-        rows = first + tl.arange(0, ROWS)
+    start = part * per_program
+    for first in tl.range(0, per_program, ROWS, num_stages=STAGES):
+        rows = start + first + tl.arange(0, ROWS)
         inside = (rows < N)[:, None] & (columns < C)[None, :]
         places = rows.to(tl.int64)[:, None] * C + columns[None, :]
         total += tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
@@ -194,7 +206,7 @@ def sum_rows(x: Tensor, *, out: Tensor) -> None:
     """out[c] += sum over n of x[n, c]."""
     N, C = x.shape
     across = blocks(C, COLUMNS)
-    parts = builtins.max(1, min(PROGRAMS // builtins.max(1, across), blocks(N, ROWS)))
+    parts = builtins.max(1, min(ROW_PROGRAMS // builtins.max(1, across), blocks(N, ROWS)))
     partial = empty((parts, 1, C), "float32", x.device)
     per_program = blocks(blocks(N, parts), ROWS) * ROWS
     launch(
@@ -207,7 +219,8 @@ def sum_rows(x: Tensor, *, out: Tensor) -> None:
         per_program,
         ROWS=ROWS,
         COLUMNS=COLUMNS,
-        num_warps=8,
+        STAGES=STAGES,
+        num_warps=4,
     )
     fold(partial, out)
 
