@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from forge import graph, ops, tensor
+from forge.backends import notice
 from forge.backends.cuda import device as gpu
 from forge.backends.cuda import precision
 from forge.backends.cuda.algorithms import Table
@@ -323,8 +324,9 @@ def test_a_lost_gpu_is_no_refused_algorithm(library, monkeypatch):
 # ---- Heavy products, and a second library for some
 
 
-def test_a_heavy_product_is_timed_on_a_gpu_at_work(library, monkeypatch):
+def test_a_heavy_product_is_timed_on_a_gpu_at_work(library, monkeypatch, capsys):
     """Heated once for several in a row, and again when the GPU may have cooled."""
+    monkeypatch.setattr(notice, "_said", set())
     now = [0.0]
 
     def time(call, number):
@@ -344,6 +346,7 @@ def test_a_heavy_product_is_timed_on_a_gpu_at_work(library, monkeypatch):
     rounds = 1 + 4 * products.ROUNDS
     heating = round(products.HEATING / 0.125)
     assert timed == [rounds + heating, rounds, rounds + heating]
+    assert capsys.readouterr().err.count("timing products of these sizes on this GPU, once") == 1
 
 
 class Plans:

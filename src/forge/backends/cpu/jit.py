@@ -4,7 +4,6 @@ A kernel has one explicit signature. It is loaded at its first call, from the di
 compiled on this machine before, so importing Forge compiles nothing.
 """
 
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import numba
 
 from forge import cache
+from forge.backends import notice
 from forge.backends.cpu import compiler, loops, store, threads
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,7 +28,6 @@ _FORMS: tuple[Form, ...] = (
 
 # Held while a kernel is loaded: each is so only once, and Numba compiles in one thread at a time.
 _loading = threading.RLock()
-_said: set[str] = set()
 
 
 class Kernel:
@@ -85,7 +84,9 @@ class Kernel:
             result = compiler.unpacked(data)
         else:
             if stored:
-                say_once("compiling CPU kernels for this machine, once, each at its first use…")
+                notice.say_once(
+                    "compiling CPU kernels for this machine, once, each at its first use…"
+                )
             result = self._compiled()
             if stored:
                 self._save(compiler.packed(result))
@@ -178,22 +179,9 @@ def routine(function: Function) -> Function:
     return decorated
 
 
-def say(text: str) -> None:
-    """Tell the user, on standard error."""
-    sys.stderr.write(f"[forge] {text}\n")
-    sys.stderr.flush()
-
-
-def say_once(text: str) -> None:
-    """Tell the user unless this process has done so."""
-    if text not in _said:
-        _said.add(text)
-        say(text)
-
-
 def say_unwritable(error: OSError) -> None:
     """Tell the user, once, that what is compiled can't be kept."""
-    say_once(
+    notice.say_once(
         f"cannot write the kernel cache {store.root()} ({error.strerror}): kernels are compiled in "
         "memory, on every start; set XDG_CACHE_HOME to a writable folder"
     )

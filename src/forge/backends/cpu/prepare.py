@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge.backends import notice
 from forge.backends.cpu import jit, store, threads
 from forge.errors import DeviceError
 
@@ -136,7 +137,7 @@ def fill(wanted: Sequence[jit.Kernel]) -> None:
         workers = min(threads.available_cores(), len(missing), _MOST_WORKERS)
         seconds = sum(kernel.cost for kernel in missing) / workers
         kernels = "a CPU kernel" if len(missing) == 1 else f"{len(missing)} CPU kernels"
-        jit.say(f"compiling {kernels} for this machine, once (about {seconds + 1:.0f} s)…")
+        notice.say(f"compiling {kernels} for this machine, once (about {seconds + 1:.0f} s)…")
         _run_workers([kernel.name for kernel in missing], workers)
 
 
@@ -152,7 +153,7 @@ def _lock(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            jit.say("another process is compiling the CPU kernels; waiting for it…")
+            notice.say("another process is compiling the CPU kernels; waiting for it…")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             # A file system without locks, such as some of NFS: as on Windows.

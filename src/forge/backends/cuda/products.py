@@ -19,6 +19,7 @@ from typing import Any
 from nvmath.bindings import cublasLt
 
 from forge import dtypes
+from forge.backends import notice
 from forge.backends.cuda import cudnn_linear, device
 from forge.backends.cuda.algorithms import RefusedError, Table
 from forge.backends.cuda.cublaslt import Matmul, Product
@@ -161,6 +162,7 @@ class _Plan:
             raise missing(p)
         number = CALLS
         if heavy:
+            notice.say_once("timing products of these sizes on this GPU, once, under load…")
             first = next(iter(calls.values()))
             _heat(first)
             number = math.ceil(LOAD / _time(first, CALLS))
