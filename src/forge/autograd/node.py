@@ -44,10 +44,10 @@ class Var:
 
 
 class Remake(NamedTuple):
-    """How an output is made again from other values, cheaper than by rerunning the op.
+    """How an output or extra is made again from other values, cheaper than by rerunning the op.
 
     `function` takes an object with the values that it `needs` and the attributes; `exact` says of
-    an output whether that gives its bits, by default always.
+    one as it was made whether that gives its bits, by default always.
     """
 
     output: str
@@ -61,15 +61,16 @@ class Primitive:
     """An op with a kernel, as the tape knows it.
 
     `run(inputs, arguments)` takes the ids of tracked inputs and all arguments by name, and returns
-    outputs and extras by name. `differentiable` is "twice" (its rule is made of ops that have
-    rules), "once" or "no"; a `view` shares its input's storage; `buffers` are keywords that only
-    rules pass.
+    what is `made`, outputs and extras. `differentiable` is "twice" (its rule is made of ops that
+    have rules), "once" or "no"; a `view` shares its input's storage; `buffers` are keywords that
+    only rules pass.
     """
 
     name: str
     run: Callable[[dict[str, int], dict[str, Any]], dict[str, Tensor]]
     saves: tuple[str, ...]
     outputs: tuple[str, ...]
+    made: tuple[str, ...]
     differentiable: str
     view: bool
     buffers: tuple[str, ...]

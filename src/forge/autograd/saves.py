@@ -1,10 +1,10 @@
 """What nodes keep for their rules; and recomputation: what they drop, and make again when asked.
 
 A rule finds a saved value by name. The node holds it with the version its storage had, or, where
-recomputation dropped it, only its value id. An output is dropped by its name ("add_layernorm.y"),
-or with all that is made in a `with tape.recompute():` block, a region; what crosses the region's
-border is kept, whatever its name. A node that drops something keeps, as if saved, what makes it
-again.
+recomputation dropped it, only a value id. An output ("add_layernorm.y") or an extra is dropped by
+name, or with all that is made in a `with tape.recompute():` block, a region; what crosses the
+region's border is kept, whatever its name. A node that drops something keeps, as if saved, what
+makes it again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from forge.autograd.node import Node
+from forge.autograd.node import Node, Remake
 from forge.errors import TapeError
 from forge.tensor import Tensor
 
@@ -30,10 +30,11 @@ class Saves:
         self._nodes = nodes
         self._producers = producers
         self._region = self._regions = NOWHERE
-        self._dropped: dict[int, int] = {}
-        # By node that dropped something: whether its op's `remake` makes it again, else the op
-        # itself does; and the names of what that reads.
-        self._plans: dict[int, tuple[bool, tuple[str, ...]]] = {}
+        # By value id. An extra has none: it goes by node and name, its node's first leads to it.
+        self._dropped: dict[int | tuple[int, str], int] = {}
+        # By node that dropped something: what makes it again, where that is not the op itself, and
+        # the names of what that reads.
+        self._plans: dict[int, tuple[Remake | None, tuple[str, ...]]] = {}
         # Values made again, by node and name, until the sweep has passed the node that made them.
         self.remade: dict[int, dict[str, Tensor]] = {}
 
@@ -60,11 +61,9 @@ class Saves:
                 saved[name] = value, value.storage.version
         for name in node.saved if recomputing else ():
             identity = node.id_of(name)
-            if identity is None and name in made and region != NOWHERE:
-                identity = node.first  # An extra has no id: it goes with its own node's first.
-            place = NOWHERE if identity is None else self._dropped.get(identity, NOWHERE)
-            if identity is not None and (place == EVERYWHERE or place == region != NOWHERE):
-                node.saved[name] = identity
+            place = self._dropped.get((node.index, name) if identity is None else identity, NOWHERE)
+            if place == EVERYWHERE or place == region != NOWHERE:
+                node.saved[name] = node.first if identity is None else identity
 
     def value(self, node: Node, name: str) -> Tensor:
         """A saved value, made again if it was dropped; raises `TapeError` if it was changed."""
@@ -87,16 +86,17 @@ class Saves:
         return value
 
     def _drop(self, node: Node, made: dict[str, Tensor]) -> tuple[str, ...]:
-        """Mark the outputs that are not kept; the names of what is kept to make them again."""
+        """Mark what is not kept of what is `made`; the names of what is kept to make it again."""
         op = node.op
         rebased = op.view and EVERYWHERE in map(self._dropped.get, node.inputs.values())
         dropped = []
-        for identity, name in enumerate(op.outputs, start=node.first):
+        for name in made:
             place = self._region
             if place == NOWHERE and (rebased or f"{op.name}.{name}" in self._policy):
                 place = EVERYWHERE
             if place != NOWHERE:
-                self._dropped[identity] = place
+                identity = node.id_of(name)
+                self._dropped[(node.index, name) if identity is None else identity] = place
                 dropped.append(name)
         if not dropped:
             return ()
@@ -104,9 +104,9 @@ class Saves:
         remake = op.remake
         if remake is not None and self._region == NOWHERE and dropped == [remake.output]:
             exact = remake.exact is None or remake.exact(made[remake.output])
-            cheaper = exact and {*remake.needs} <= {*reads, *made}
-            reads = remake.needs if cheaper else reads
-        self._plans[node.index] = cheaper, reads
+            cheaper = exact and {*remake.needs} <= {*reads, *made, *node.attributes}
+            reads = tuple(n for n in remake.needs if n not in node.attributes) if cheaper else reads
+        self._plans[node.index] = remake if cheaper else None, reads
         return reads
 
     def _remake(self, index: int) -> None:
@@ -120,10 +120,9 @@ class Saves:
             sources = {self._producers[entry] for entry in entries if isinstance(entry, int)}
             pending |= sources - needed - self.remade.keys()
         for index in sorted(needed):
-            node, (cheaper, reads) = self._nodes[index], self._plans[index]
+            node, (remake, reads) = self._nodes[index], self._plans[index]
             values = {**node.attributes, **{name: self.value(node, name) for name in reads}}
-            if cheaper and node.op.remake is not None:
-                remake = node.op.remake
-                self.remade[index] = {remake.output: remake.function(SimpleNamespace(**values))}
-            else:
+            if remake is None:
                 self.remade[index] = node.op.run(node.inputs, values)
+            else:
+                self.remade[index] = {remake.output: remake.function(SimpleNamespace(**values))}

@@ -44,8 +44,8 @@ class Gradients:
 class Tape:
     """Records ops on Vars and sweeps them backward.
 
-    `recompute` names outputs ("add_layernorm.y") that are dropped and made again when a rule asks;
-    `anomaly` stops at the first value or gradient that is not finite; `hooks` see every node.
+    `recompute` names outputs and extras ("linear.pre") that are dropped and made again when a rule
+    asks; `anomaly` stops at the first value or gradient that is not finite; `hooks` see every node.
     Raises `TapeError` for an unknown name in `recompute`, `DeviceError` for hooks in a capture.
     """
 
@@ -59,10 +59,10 @@ class Tape:
     ) -> None:
         for name in recompute:
             op, _, output = name.rpartition(".")
-            if op not in self.primitives or output not in self.primitives[op].outputs:
+            if op not in self.primitives or output not in self.primitives[op].made:
                 raise TapeError(
-                    f'[recompute] expected "op.output" of a known op, got {name!r}; '
-                    'for example "add_layernorm.y" or "linear.out"'
+                    f'[recompute] expected "op.output" or "op.extra" of a known op, got {name!r}; '
+                    'for example "add_layernorm.y" or "linear.pre"'
                 )
         self.nodes: list[Node] = []
         self.leaves: set[int] = set()

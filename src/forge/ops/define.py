@@ -51,7 +51,7 @@ class Op(Protocol):
     def remake(
         self, output: str, needs: tuple[str, ...], exact: Callable[[Tensor], bool] | None = None
     ) -> Callable[..., Any]:
-        """Decorator: how a dropped output is made again from other values of the node.
+        """Decorator: how a dropped output or extra is made again from other values of the node.
 
         `exact(output)` is False where that would give other bits: there the op is rerun.
         """
@@ -99,11 +99,13 @@ def op(
                 )
             return made
 
+        known = {*public.parameters, *outputs}
         primitive = Primitive(
             name or body.__name__,
             run,
             saves,
             outputs,
+            made=outputs + tuple(name for name in saves if name not in known),
             differentiable=differentiable,
             view=view,
             buffers=tuple(name for name in public.parameters if name.startswith("into")),
@@ -127,9 +129,10 @@ def op(
         def remake(
             output: str, needs: tuple[str, ...], exact: Callable[[Tensor], bool] | None = None
         ) -> Callable[..., Any]:
-            if output not in outputs:
+            if output not in primitive.made:
                 raise ArgumentError(
-                    f"[{primitive.name}] expected to remake one of {list(outputs)}, got {output!r}"
+                    f"[{primitive.name}] expected to remake one of {list(primitive.made)}, "
+                    f"got {output!r}"
                 )
 
             def declare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,9 +208,9 @@ def _check_names(primitive: Primitive, public: inspect.Signature, has_record: bo
             f"[{name}] expected parameters named unlike outputs and methods of a rule's node, got "
             f"{sorted(parameters & taken)}; a rule could not tell which it reads"
         )
-    unknown = set(primitive.saves) - parameters - set(primitive.outputs)
-    if unknown and not has_record:
+    extras = set(primitive.made) - set(primitive.outputs)
+    if extras and not has_record:
         raise ArgumentError(
-            f"[{name}] expected to save parameters and outputs, got {sorted(unknown)}; "
+            f"[{name}] expected to save parameters and outputs, got {sorted(extras)}; "
             "extras need a last keyword record=None"
         )

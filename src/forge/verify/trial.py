@@ -99,12 +99,11 @@ class Trial:
         self.gradient_error = self._compare("d", got, wanted, bound)
         if not case.thorough:
             return
-        primitive = Tape.primitives.get(case.op)
-        names = [f"{case.op}.{name}" for name in primitive.outputs] if primitive else []
-        for how, tape, block in (
-            ("with its outputs dropped", Tape(recompute=names), False),
-            ("in a recompute block", Tape(), True),
-        ):
+        ways = [("in a recompute block", Tape(), True)]
+        for names in _droppable(case.op):
+            how = f"with its {' and '.join(names)} dropped"
+            ways.append((how, Tape(recompute=[f"{case.op}.{name}" for name in names]), False))
+        for how, tape, block in ways:
             remade: list[Array] = []
             again = gradients(case, given, seeds, tape=tape, block=block, remade=remade)
             for name, a, b in (
@@ -214,6 +213,16 @@ def gradients(
     _ = [full(x.shape, np.nan, x.dtype, x.device) for x in given.values() if _floating(x)]
     grads = tape.backward(root)
     return {} if into else {name: grads[leaf].numpy() for name, leaf in leaves.items()}
+
+
+def _droppable(name: str) -> list[tuple[str, ...]]:
+    """What of an op's node is dropped together: outputs, extras, and what it can remake, alone."""
+    primitive = Tape.primitives.get(name)
+    if primitive is None:
+        return []
+    outputs, extras = primitive.outputs, primitive.made[len(primitive.outputs) :]
+    remade = () if primitive.remake is None else (primitive.remake.output,)
+    return [*dict.fromkeys(filter(None, (outputs, extras, remade)))]
 
 
 def _differences(case: Case, exact: Arguments, seeds: list[Array]) -> None:
