@@ -71,8 +71,11 @@ def transformer(tape, p, *, blocks=False, nested=False, dropout=0.1):
                 x, y = attend(i, x, y)
         else:
             x, y = attend(i, x, y)
-        h = ops.linear(y, p[f"{i}.fc.w"], p[f"{i}.fc.b"], gelu="tanh")
-        branch = ops.linear(h, p[f"{i}.out.w"], p[f"{i}.out.b"])
+        fc, out = ((p[f"{i}.{name}.w"], p[f"{i}.{name}.b"]) for name in ("fc", "out"))
+        if i == 0:
+            branch = ops.mlp(y, *fc, *out)
+        else:
+            branch = ops.linear(ops.linear(y, *fc, gelu="tanh"), *out)
         branch = ops.dropout(branch, dropout, key, site=3 * i + 1)
         return ops.add_layernorm(x, branch, None, p[f"{i}.next.g"], p[f"{i}.next.b"])
 
@@ -113,8 +116,10 @@ def assert_same_bits(some, others):
 WAYS = {
     "a norm's output": {"recompute": {"add_layernorm.y"}},
     "a gelu's output": {"recompute": {"linear.out"}},
-    "extras": {"recompute": {"linear.pre", "attention.lse", "layernorm.mean"}},
-    "both": {"recompute": {"add_layernorm.y", "linear.out"}},
+    "an extra that can be remade": {"recompute": {"mlp.hidden"}},
+    "an extra that cannot": {"recompute": {"mlp.pre"}},
+    "extras": {"recompute": {"mlp.pre", "mlp.hidden", "attention.lse", "layernorm.mean"}},
+    "all three": {"recompute": {"add_layernorm.y", "linear.out", "mlp.hidden"}},
     "chains": {"recompute": {"linear.out", "add_layernorm.y", "add_layernorm.sum", "dropout.out"}},
     "every output": {"recompute": EVERY_NAME},
     "blocks": {"blocks": True},
@@ -153,11 +158,14 @@ def test_memory_is_smaller(way):
 
 def test_memory_is_smaller_by_what_was_dropped():
     sizes = {}
-    for names in ((), ("linear.out",), ("add_layernorm.y",)):
+    for names in ((), ("linear.out",), ("mlp.hidden",), ("mlp.pre",), ("add_layernorm.y",)):
         sizes[names] = train(recompute=names)[1]
     row = BATCH * LENGTH * WIDTH * 8
-    # Per block, the gelu's output (4C) and the packed projection (3C); nothing keeps the branches.
-    assert sizes[()] - sizes["linear.out",] == 2 * (4 + 3) * row
+    # Of both blocks the packed projection (3C), of the second gelu's output (4C), which is an extra
+    # of the first's mlp; nothing keeps the branches.
+    assert sizes[()] - sizes["linear.out",] == (2 * 3 + 4) * row
+    assert sizes[()] - sizes["mlp.hidden",] == 4 * row
+    assert sizes[()] - sizes["mlp.pre",] == 4 * row
     # Three of the four norms' outputs are read by a linear, the last by the loss.
     assert sizes[()] - sizes["add_layernorm.y",] == 3 * row
 
@@ -178,7 +186,9 @@ def test_nothing_but_inputs_is_kept_of_a_block():
 # By name
 
 
-@pytest.mark.parametrize("name", ["linear", "linear.output", "linear.x", "linaer.out", ".out", ""])
+@pytest.mark.parametrize(
+    "name", ["linear", "linear.output", "linear.x", "mlp.w_out", "linaer.out", ".out", ""]
+)
 def test_unknown_names_are_refused(name):
     with pytest.raises(TapeError, match=r'\[recompute\] expected "op\.output" or "op\.extra" of a'):
         Tape(recompute=[name])

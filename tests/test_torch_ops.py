@@ -60,6 +60,13 @@ def counterparts():
         y = functional.linear(x, w.T, bias)
         return y if gelu is None else counterparts_["gelu"](y, gelu)
 
+    def mlp(x, w, bias, w_out, bias_out=None, gelu="tanh"):
+        return linear(linear(x, w, bias, gelu), w_out, bias_out)
+
+    def matmul_gelu_backward(dy, w, pre, form="tanh", into_bias=None):
+        dpre = by_autograd(lambda v: gelu(v, form) @ w, pre, dy=dy)
+        return dpre if into_bias is None else (dpre, into_bias + dpre.sum(0))
+
     def quantize(x):
         scale = (x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])) / 127
         # Of zeros in a row without a scale.
@@ -234,6 +241,8 @@ def counterparts():
         "take": lambda x, ids: x[ids],
         "matmul": matmul,
         "linear": linear,
+        "mlp": mlp,
+        "matmul_gelu_backward": matmul_gelu_backward,
         "quantize": quantize,
         "dequantize": dequantize,
         "quantized_linear": lambda x, w, scale, bias=None, gelu=None: linear(

@@ -44,7 +44,7 @@ class Gradients:
 class Tape:
     """Records ops on Vars and sweeps them backward.
 
-    `recompute` names outputs and extras ("linear.pre") that are dropped and made again when a rule
+    `recompute` names outputs and extras ("mlp.hidden") that are dropped and made again when a rule
     asks; `anomaly` stops at the first value or gradient that is not finite; `hooks` see every node.
     Raises `TapeError` for an unknown name in `recompute`, `DeviceError` for hooks in a capture.
     """
@@ -62,7 +62,7 @@ class Tape:
             if op not in self.primitives or output not in self.primitives[op].made:
                 raise TapeError(
                     f'[recompute] expected "op.output" or "op.extra" of a known op, got {name!r}; '
-                    'for example "add_layernorm.y" or "linear.pre"'
+                    'for example "add_layernorm.y" or "mlp.hidden"'
                 )
         self.nodes: list[Node] = []
         self.leaves: set[int] = set()

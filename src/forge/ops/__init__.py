@@ -15,7 +15,7 @@ from forge.ops.attention import (
     unsplit_heads,
 )
 from forge.ops.embedding import add_positions_, embedding, scatter_add_rows_, scatter_rows, take
-from forge.ops.linear import linear, matmul
+from forge.ops.linear import linear, matmul, matmul_gelu_backward, mlp
 from forge.ops.loss import (
     IGNORE_INDEX,
     cross_entropy,
@@ -79,10 +79,12 @@ __all__ = [
     "linear_cross_entropy",
     "log",
     "matmul",
+    "matmul_gelu_backward",
     "max",
     "maximum",
     "mean",
     "merge_heads",
+    "mlp",
     "mul",
     "neg",
     "quantize",

@@ -192,6 +192,57 @@ def _products() -> list[Case]:
                 ((0, 5), 3, True, "tanh"),
             )
         ),
+        *(
+            Case(
+                "mlp",
+                {
+                    "x": x,
+                    "w": normal(x[-1], m, std=x[-1] ** -0.5),
+                    "bias": (m,) if bias else None,
+                    "w_out": normal(m, n, std=max(m, 1) ** -0.5),
+                    "bias_out": (n,) if bias_out else None,
+                },
+                {"gelu": gelu},
+                tolerance=4,
+                terms=2 * max(*x, m, n),
+                composite=composites.mlp,
+            )
+            for x, m, n, bias, bias_out, gelu in (
+                ((7, 33), 5, 12, True, True, "tanh"),
+                # Widths for which cuBLASLt's own epilogues serve, and one more.
+                ((130, 80), 96, 48, True, True, "tanh"),
+                ((2, 65, 80), 96, 48, True, False, "tanh"),
+                ((130, 80), 96, 129, True, False, "tanh"),
+                ((130, 80), 96, 48, True, True, "erf"),
+                ((2, 3, 16), 33, 7, False, True, "erf"),
+                ((2, 3, 16), 32, 8, False, False, "tanh"),
+                ((33,), 7, 5, True, True, "tanh"),
+                ((1, 1), 1, 1, True, True, "tanh"),
+                ((0, 5), 3, 4, True, True, "tanh"),
+            )
+        ),
+        *(
+            Case(
+                "matmul_gelu_backward",
+                {"dy": (r, n), "w": normal(m, n, std=max(n, 1) ** -0.5), "pre": (r, m)},
+                {"form": form, **({"into_bias": normal(m)} if into else {})},
+                tolerance=4,
+                terms=max(r, n),
+                mutates=("into_bias",) if into else (),
+            )
+            for r, n, m, form, into in (
+                (7, 33, 5, "tanh", False),
+                (7, 33, 5, "erf", True),
+                (130, 80, 96, "tanh", False),
+                (130, 80, 96, "tanh", True),
+                (130, 80, 96, "erf", True),
+                (130, 80, 129, "tanh", True),
+                (1, 1, 1, "tanh", True),
+                (0, 5, 3, "tanh", True),
+                (3, 5, 0, "tanh", True),
+                (3, 0, 8, "tanh", True),
+            )
+        ),
     ]
 
 

@@ -76,8 +76,17 @@ def model_cases(config: Shapes) -> list[Case]:
             terms=max(c, t),
             **real,
         ),
-        linear((1, t), c, 4 * c, gelu="tanh"),
-        linear((1, t), 4 * c, c),
+        Case(
+            "mlp",
+            {
+                "x": x,
+                "w": normal(c, 4 * c, std=c**-0.5),
+                "bias": (4 * c,),
+                "w_out": normal(4 * c, c, std=(4 * c) ** -0.5),
+            },
+            terms=max(4 * c, t),
+            **real,
+        ),
         Case(
             "linear_cross_entropy",
             {"x": x, "wte": wte, "targets": targets(v, 1, t, ignored=0.1)},

@@ -29,6 +29,11 @@ def linear(x: Any, w: Any, bias: Any = None, *, gelu: str | None = None) -> Any:
     return y if gelu is None else ops.gelu(y, form=gelu)
 
 
+def mlp(x: Any, w: Any, bias: Any, w_out: Any, bias_out: Any = None, *, gelu: str = "tanh") -> Any:
+    """Two linear layers."""
+    return ops.linear(ops.linear(x, w, bias, gelu=gelu), w_out, bias_out)
+
+
 def dequantize(q: Any, scale: Any, dtype: str | None = None) -> Any:
     """A product of the numbers with their row's scale."""
     whole = ops.cast(q, scale.dtype) * ops.reshape(scale, (*scale.shape, 1))

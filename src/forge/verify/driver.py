@@ -21,6 +21,7 @@ from forge.verify.trial import REFERENCE, Trial
 KERNEL = {
     "add_positions_": "position_backward",
     "mean": "sum_to",
+    "mlp": "linear",
     "scatter_rows": "scatter_add_rows",
     "sum": "sum_to",
 }

@@ -24,7 +24,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "gelu_backward",
         "dropout",
     ),
-    "linear": ("matmul", "linear"),
+    "linear": ("matmul", "linear", "matmul_gelu_backward"),
     "reduce": ("sum_rows", "sum_to", "max", "finite", "extent"),
     "norm": ("layernorm", "layernorm_backward", "add_layernorm", "add_layernorm_backward"),
     "attention": (
@@ -58,6 +58,7 @@ MOVERS: dict[str, tuple[str, ...]] = {
 WORKSPACE = (
     "matmul",
     "linear",
+    "matmul_gelu_backward",
     "layernorm",
     "layernorm_backward",
     "add_layernorm",

@@ -18,7 +18,7 @@ from forge.backends.cpu import threads
 from forge.backends.cpu.bfloat16 import bits
 from forge.backends.cpu.few_rows import few_rows
 from forge.backends.cpu.low_product import low_product, plan
-from forge.backends.cpu.pointwise import gelu_array
+from forge.backends.cpu.pointwise import gelu_array, gelu_backward
 from forge.backends.cpu.wide_product import wide_product, wide_workspace
 from forge.tensor import Shape, Tensor
 
@@ -64,6 +64,14 @@ def linear(
     """pre = x w + bias; out = gelu(pre), or pre itself where gelu is None."""
     run = partial(product, bits(x), bits(w), None if bias is None else bits(bias))
     with_gelu(run, x.dtype, bits(out), None if pre is None else bits(pre), gelu)
+
+
+def matmul_gelu_backward(
+    dy: Tensor, w: Tensor, pre: Tensor, *, out: Tensor, sums: Tensor | None, form: str
+) -> None:
+    """out = (dy w^T) gelu'(pre), and sums[c] += sum over n of out[n, c]."""
+    product(bits(dy), bits(w), out=bits(out), trans_b=True)
+    gelu_backward(pre, out, out=out, sums=sums, form=form)
 
 
 def with_gelu(
@@ -170,3 +178,10 @@ def matmul_workspace(
 def linear_workspace(x: Tensor, *rest: Any, out: Tensor, **_: Any) -> tuple[int, ...]:
     """Bytes of the scratch."""
     return matmul_workspace(x, out=out, trans_a=False)
+
+
+def matmul_gelu_backward_workspace(
+    dy: Tensor, *rest: Any, out: Tensor, **_: Any
+) -> tuple[int, ...]:
+    """Bytes of the scratch."""
+    return matmul_workspace(dy, out=out, trans_a=False)

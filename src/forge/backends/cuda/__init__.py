@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "gelu_backward",
         "dropout",
     ),
-    "linear": ("matmul", "linear"),
+    "linear": ("matmul", "linear", "matmul_gelu_backward"),
     "reduce": ("sum_rows", "sum_to", "max", "argmax", "finite", "extent"),
     "norm": ("layernorm", "layernorm_backward", "add_layernorm", "add_layernorm_backward"),
     "attention": (

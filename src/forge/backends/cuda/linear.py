@@ -1,12 +1,12 @@
 """Products: addresses and leading dimensions for the libraries, with bias and gelu in an epilogue.
 
-Where none has no epilogue for a shape or dtype, the bias is written first and the product
+Where none has an epilogue for a shape or dtype, the bias is written first and the product
 added to it. Products of few rows have kernels of their own.
 """
 
 from __future__ import annotations
 
-from forge.backends.cuda import few_rows, pointwise, precision, products, shape
+from forge.backends.cuda import few_rows, pointwise, precision, products, reduce, shape
 from forge.backends.cuda.cublaslt import Product
 from forge.tensor import Tensor, empty
 
@@ -132,6 +132,45 @@ def linear(
     )
     if gelu is not None:
         pointwise.gelu(before, out=out, form=gelu)
+
+
+def matmul_gelu_backward(
+    dy: Tensor, w: Tensor, pre: Tensor, *, out: Tensor, sums: Tensor | None, form: str
+) -> None:
+    """out = (dy w^T) gelu'(pre), and sums[c] += sum over n of out[n, c]."""
+    if out.size == 0:
+        return
+    m, n = out.shape
+    k = dy.shape[1]
+    if form == "tanh" and dy.dtype == "bfloat16" and k and n % ALIGNED == 0 and k % ALIGNED == 0:
+        product = Product(
+            m,
+            n,
+            k,
+            lda=k,
+            ldb=k,
+            ldc=n,
+            trans_b=True,
+            dtype=dy.dtype,
+            out_dtype=out.dtype,
+            epilogue="gelu backward",
+        )
+        if products.run(product, dy.pointer, w.pointer, out.pointer, pre=pre.pointer):
+            if sums is not None:
+                reduce.sum_rows(out, out=sums)
+            return
+    matmul(
+        dy,
+        w,
+        None,
+        out=out,
+        trans_a=False,
+        trans_b=True,
+        alpha=1.0,
+        b_rows=None,
+        accumulate=False,
+    )
+    pointwise.gelu_backward(pre, out, out=out, sums=sums, form=form)
 
 
 def _write_bias(bias: Tensor, out: Tensor, *, accumulate: bool) -> None:

@@ -27,7 +27,7 @@ FAMILIES = {
         "dropout",
     ),
     "shape": ("transpose", "slice", "unslice", "concat", "broadcast_to", "take"),
-    "linear": ("matmul", "linear"),
+    "linear": ("matmul", "linear", "matmul_gelu_backward"),
     "quantized": ("quantize", "dequantize", "quantized_linear", "quantized_embedding"),
     "reduce": ("sum_rows", "sum_to", "max", "argmax", "finite", "extent"),
     "norm": ("layernorm", "layernorm_backward", "add_layernorm", "add_layernorm_backward"),

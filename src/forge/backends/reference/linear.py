@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from forge.backends.reference.arrays import Array, read, write
-from forge.backends.reference.pointwise import gelu_array
+from forge.backends.reference.arrays import Array, add, read, write
+from forge.backends.reference.pointwise import gelu_array, gelu_slope
 from forge.tensor import Tensor
 
 
@@ -53,6 +53,16 @@ def finish(
     if gelu is not None:
         # Of the rounded product: `out` made again from a saved `pre` has the same bits.
         write(out, gelu_array(read(out), gelu))
+
+
+def matmul_gelu_backward(
+    dy: Tensor, w: Tensor, pre: Tensor, *, out: Tensor, sums: Tensor | None, form: str
+) -> None:
+    """out = (dy w^T) gelu'(pre); sums[c] += sum over n of out[n, c]."""
+    result = (read(dy) @ read(w).T) * gelu_slope(read(pre), form)
+    write(out, result)
+    if sums is not None:
+        add(sums, result.sum(axis=0))
 
 
 def _transposed(array: Array, trans: bool) -> Array:

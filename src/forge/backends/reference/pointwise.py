@@ -111,17 +111,22 @@ def gelu_array(x: Array, form: str) -> Array:
 
 def gelu_backward(x: Tensor, dy: Tensor, *, out: Tensor, sums: Tensor | None, form: str) -> None:
     """out = dy gelu'(x); sums[c] += sum over n of out[n, c]."""
-    v = read(x)
-    if form == "erf":
-        cdf = 0.5 * (1.0 + _erf(v / math.sqrt(2.0)))
-        slope = cdf + v * np.exp(-0.5 * v * v) / math.sqrt(2.0 * math.pi)
-    else:
-        t = np.tanh(GELU_K * (v + GELU_C * v**3))
-        slope = 0.5 * (1.0 + t) + 0.5 * v * (1.0 - t * t) * GELU_K * (1.0 + 3.0 * GELU_C * v * v)
-    result = read(dy) * slope.astype(v.dtype)
+    result = read(dy) * gelu_slope(read(x), form)
     write(out, result)
     if sums is not None:
         _add_to(sums, result.sum(axis=tuple(range(x.ndim - 1))))
+
+
+def gelu_slope(x: Array, form: str) -> Array:
+    """gelu' on an array."""
+    if form == "erf":
+        cdf = 0.5 * (1.0 + _erf(x / math.sqrt(2.0)))
+        slope = cdf + x * np.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    else:
+        t = np.tanh(GELU_K * (x + GELU_C * x**3))
+        slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * GELU_K * (1.0 + 3.0 * GELU_C * x * x)
+    result: Array = slope.astype(x.dtype)
+    return result
 
 
 def dropout(
