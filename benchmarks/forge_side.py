@@ -2,7 +2,7 @@
 
 python benchmarks/forge_side.py WORK DEVICE MODEL PRECISION B T THREADS
 
-WORK: train, train-recompute (a third of the activations is dropped and made again), floor
+WORK: train, train-recompute (half of the activations is dropped and made again), floor
 (`roofline.py`), profile and profile-decode (the time of each kernel: of replays on a CPU, and
 eagerly on a GPU), decode, first (a step, and the end). Steps and tokens are captured and replayed.
 """
@@ -20,7 +20,7 @@ from forge.run import choices, profile
 from forge.run.workload import Decoding, Training, used_memory, wait
 from forge.tensor import Device
 
-RECOMPUTE = {"add_layernorm.y", "linear.out"}
+RECOMPUTE = {"add_layernorm.y", "linear.out", "mlp.hidden"}
 
 
 def recomputing(model, params, grads, optimizer, batch, state):

@@ -433,7 +433,7 @@ def test_a_number_that_is_not_finite_stops_the_run(settings, tmp_path):
             session.train(Silent())
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("[linear] expected finite values")
+    assert message.startswith("[mlp] expected finite values")
     assert "step 4 (samples 12 to 15) has loss nan" in message
     assert "no weight was changed" in message
     saved = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-3")

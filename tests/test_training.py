@@ -157,7 +157,7 @@ def test_nothing_changes_where_the_loss_is_not_finite() -> None:
     assert run.optimizer.step.item() == 1
     after = [x.flat.numpy().tobytes() for x in (run.params, run.optimizer.m, run.optimizer.v)]
     assert before == after
-    with pytest.raises(NonFiniteError, match=r"\[linear\] expected finite values forward.*node"):
+    with pytest.raises(NonFiniteError, match=r"\[mlp\] expected finite values forward.*node"):
         explain(run.model, run.params, batch, run.state(1))
 
 

@@ -183,14 +183,16 @@ class GPT2:
         y = ops.layernorm(
             h, params["h.0.ln_1.weight"], params["h.0.ln_1.bias"], c.layer_norm_epsilon
         )
+        biased = self._drops_branches(rng)
         for layer in range(c.n_layer):
             p = f"h.{layer}."
             qkv = self._linear(params, p + "attn.c_attn", y)
             mixed = self._attention(qkv, layer, rng, cache, pos)
-            h, y = self._branch(params, h, mixed, p + "attn.c_proj", p + "ln_2", rng, 3 * layer + 2)
-            wide = self._linear(params, p + "mlp.c_fc", y, gelu="tanh")
+            branch = self._linear(params, p + "attn.c_proj", mixed, biased=biased)
+            h, y = self._add(params, h, branch, p + "attn.c_proj", p + "ln_2", rng, 3 * layer + 2)
+            branch = self._mlp(params, p + "mlp.", y, biased=biased)
             norm = f"h.{layer + 1}.ln_1" if layer + 1 < c.n_layer else "ln_f"
-            h, y = self._branch(params, h, wide, p + "mlp.c_proj", norm, rng, 3 * layer + 3)
+            h, y = self._add(params, h, branch, p + "mlp.c_proj", norm, rng, 3 * layer + 3)
         return y
 
     def logits(self, params: Mapping[str, Any], ids: Tensor, **keywords: Any) -> Any:
@@ -294,27 +296,36 @@ class GPT2:
             first_sample=rng.first_sample,
         )
 
-    def _branch(
+    def _mlp(self, params: Mapping[str, Any], p: str, x: Any, *, biased: bool) -> Any:
+        """The feed-forward of a block: one op, or two linear layers where weights are in int8."""
+        if p + "c_fc.scale" in params:
+            hidden = self._linear(params, p + "c_fc", x, gelu="tanh")
+            return self._linear(params, p + "c_proj", hidden, biased=biased)
+        w, bias = params[p + "c_fc.weight"], params[p + "c_fc.bias"]
+        w_out, bias_out = params[p + "c_proj.weight"], params[p + "c_proj.bias"]
+        return ops.mlp(x, w, bias, w_out, bias_out if biased else None, gelu="tanh")
+
+    def _add(
         self,
         params: Mapping[str, Any],
         h: Any,
-        x: Any,
+        branch: Any,
         projection: str,
         norm: str,
         rng: Rng | None,
         site: int,
     ) -> Any:
-        """Add a branch's projection to the residual stream h, and normalise what comes next."""
+        """Add what a branch's projection gave to the residual stream h, and normalise that."""
         c = self.config
         bias = params[projection + ".bias"]
         gamma, beta = params[norm + ".weight"], params[norm + ".bias"]
-        if rng is None or c.resid_pdrop == 0.0:
-            branch = self._linear(params, projection, x, biased=False)
-        else:
-            # Dropout covers the bias too, so it cannot wait for the addition.
-            branch = self._linear(params, projection, x)
+        if self._drops_branches(rng):
             branch, bias = self._dropout(branch, c.resid_pdrop, rng, site), None
         return ops.add_layernorm(h, branch, bias, gamma, beta, c.layer_norm_epsilon)
+
+    def _drops_branches(self, rng: Rng | None) -> bool:
+        """Whether dropout falls on branches: on their bias too, which else waits for `_add`."""
+        return rng is not None and self.config.resid_pdrop > 0.0
 
     @staticmethod
     def _linear(
