@@ -302,7 +302,7 @@ def test_an_algorithm_refused_within_a_capture_is_chosen_anew_after_it(library, 
 def test_a_product_that_no_algorithm_computes_is_refused_each_time(library):
     library.refused = {0, 1, 2, 3}
     for _ in range(2):
-        with pytest.raises(DeviceError, match="expected a kernel of cuBLASLt, got none"):
+        with pytest.raises(DeviceError, match="expected a library with a kernel, got none"):
             library.run()
 
 
@@ -319,6 +319,23 @@ def test_a_lost_gpu_is_no_refused_algorithm(library, monkeypatch):
     with pytest.raises(OutOfMemoryError, match="GPU memory for a product"):
         library.run()
     assert library.file().read_text() == kept
+
+
+def test_a_product_without_a_kernel_is_asked_for_once(library, monkeypatch):
+    """The caller has another way, within a capture too."""
+    asked = []
+
+    def none(*args):
+        asked.append(args)
+        ctypes.c_int32.from_address(args[9]).value = 0
+
+    monkeypatch.setattr(cublasLt, "matmul_algo_get_heuristic", none)
+    product = cublaslt.Product(512, 512, 512, 512, 512, 512)
+    assert not products.run(product, 256, 512, 1024)
+    monkeypatch.setattr(products.device, "_capturing", True)
+    assert not products.run(product, 256, 512, 1024)
+    assert len(asked) == 1
+    assert products.used() == {}
 
 
 # ---- Heavy products, and a second library for some
@@ -378,7 +395,7 @@ LAYER = cublaslt.Product(1 << 16, 1024, 512, 512, 1024, 1024, epilogue="bias gel
 @pytest.fixture
 def both(library, monkeypatch):
     """cuBLASLt and cuDNN, whose second plan is the fastest of all."""
-    graph = Plans(library)
+    graph = library.graph = Plans(library)
     monkeypatch.setattr(cudnn_linear, "_plans", lambda product: (graph, list(graph.names)))
     monkeypatch.setattr(cudnn_linear.cudnn_graph, "handle", lambda: None)
     monkeypatch.setattr(products, "_heat", lambda call: None)
@@ -393,6 +410,7 @@ def layer(library, product=LAYER):
 
 def test_the_faster_of_two_libraries_computes_a_layer_and_is_kept(both, monkeypatch):
     assert layer(both) == "eng4_k24=2"
+    assert both.graph.built == [1, 2]
     assert list(products.used().values()) == ["cudnn eng4_k24=2"]
     timed = both.timed
     both.forget()
@@ -413,6 +431,22 @@ def test_a_plan_that_is_gone_is_chosen_anew(both, monkeypatch):
     monkeypatch.setattr(Plans, "names", ("eng0", "eng7"))
     with pytest.warns(UserWarning, match="refuses the algorithm kept for a product"):
         assert layer(both) == 1
+
+
+def test_only_plans_with_a_name_are_candidates(both, monkeypatch):
+    """What could not be read back from a run's frozen.json is not written there."""
+    names = ["backend_heuristics", "eng4_k24=-2", "eng1[a]", *Plans.names]
+    monkeypatch.setattr(cudnn_linear, "_plans", lambda product: (None, names))
+    assert cudnn_linear.candidates(LAYER) == [f"cudnn {name}" for name in Plans.names]
+
+
+def test_a_missing_cudnn_is_told(library, monkeypatch):
+    def gone():
+        raise RuntimeError("Unable to find symbol cudnnGetVersion")
+
+    monkeypatch.setattr(cudnn, "backend_version", gone)
+    with pytest.raises(DeviceError, match=r"got no cuDNN \(Unable to find .*; pip install"):
+        products.chosen_for()
 
 
 @pytest.mark.parametrize(

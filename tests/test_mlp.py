@@ -171,6 +171,20 @@ def test_without_a_var_nothing_is_kept():
     assert pool.peak - before == out.nbytes + 64 * 40 * 8
 
 
+@pytest.mark.parametrize(
+    ("wanted", "wide"),
+    [(NAMES, 2), (("x",), 1), (("w", "bias"), 1), (("w_out",), 1), (("bias_out",), 0)],
+)
+def test_only_what_the_wanted_gradients_read_is_kept(wanted, wide):
+    given = arguments("reference", rows=(64,))
+    pool = Device("reference").pool
+    tape = Tape()
+    before = pool.in_use
+    leaves = {name: tape.leaf(x) if name in wanted else x for name, x in given.items()}
+    out = ops.mlp(*leaves.values())
+    assert pool.in_use - before == out.value.nbytes + wide * 64 * 40 * 8
+
+
 # Recomputation
 
 

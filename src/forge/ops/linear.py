@@ -173,7 +173,7 @@ def _layer_gradients(node: Any, dy: Any, dbias: Any) -> dict[str, Any]:
 def _gelu_is_exact(x: Tensor) -> bool:
     """Whether gelu of `pre`, as it is kept for x's device and dtype, is what `linear` returned.
 
-    cuBLASLt applies gelu to the sum in float32, and keeps that sum rounded to bfloat16.
+    The GPU's libraries apply gelu to the sum in float32, and keep that sum rounded to bfloat16.
     """
     return (x.device.kind, x.dtype) != ("cuda", "bfloat16")
 
@@ -215,8 +215,9 @@ def mlp(
         if value is not None:
             check.shape("mlp", name, value.shape, (width,))
     check.gelu_form("mlp", gelu)
-    hidden = linear(x, w, bias, gelu=gelu, record=record)
-    if record is not None:
+    inner = record is not None and any(map(record.wants, ("x", "w", "bias")))
+    hidden = linear(x, w, bias, gelu=gelu, record=record if inner else None)
+    if record is not None and record.wants("w_out"):
         record.keep(hidden=hidden)
     out: Tensor = linear(hidden, w_out, bias_out)
     return out
@@ -229,8 +230,10 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
     rows = math.prod(node.spec("x").shape[:-1])
     dy = as_shape(dy, (rows, n))
     inner = any(map(node.wants, ("x", "w", "bias")))
-    # As in linear's rule: a recorded sweep takes no extras.
-    pre = linear(node.x, node.w, node.bias) if node.tracked else None
+    pre = None
+    if node.tracked and (inner or node.wants("w_out")):
+        # As in linear's rule: a recorded sweep takes no extras.
+        pre = linear(node.x, node.w, node.bias)
     if node.wants("w_out"):
         hidden = gelu_of(pre, form=node.gelu) if node.tracked else node.hidden
         dw_out = matmul(as_shape(hidden, (rows, m)), dy, trans_a=True, into=node.into("w_out"))
@@ -248,6 +251,7 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
     return {**first, "w_out": dw_out, "bias_out": dbias_out}
 
 
+# Where `pre` is enough, x, w and bias are asked for in vain; but dw and dx read them anyway.
 @mlp.remake("hidden", needs=("x", "w", "bias", "pre"))
 def _(node: Any) -> Tensor:
     result: Tensor

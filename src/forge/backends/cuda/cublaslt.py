@@ -7,6 +7,7 @@ is written as the library's 64 bytes in hexadecimal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ class Matmul:
                 cell = self._addresses[i:].ctypes.data
                 cublasLt.matmul_desc_set_attribute(self._desc, int(name), cell, 8)
 
-    def kernel(self, algorithm: str) -> Any:
+    def kernel(self, algorithm: str) -> Callable[[int, int, int, float, int, int], None]:
         """This product by an algorithm: a function of addresses and alpha, as `__call__`'s."""
         return partial(self, np.frombuffer(bytes.fromhex(algorithm), np.uint8).copy())
 

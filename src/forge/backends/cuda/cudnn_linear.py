@@ -13,7 +13,7 @@ from typing import Any
 import cudnn
 
 from forge.backends.cuda import cudnn_graph, device
-from forge.backends.cuda.algorithms import CUDNN, RefusedError
+from forge.backends.cuda.algorithms import CUDNN, RefusedError, intact
 from forge.backends.cuda.cublaslt import Product
 from forge.tensor import Device, empty
 
@@ -23,11 +23,17 @@ X, W, BIAS, PRE, OUT = range(1, 6)
 ALIGNMENT = 16
 # Plans that are compiled and timed, half a second each; on an H200 the sixth was the best.
 CANDIDATES = 6
+# What the frontend calls a plan that it leaves to the library to choose.
+UNNAMED = f"{CUDNN}backend_heuristics"
 
 
 def version() -> int:
-    """The library's."""
-    number: int = cudnn.backend_version()
+    """The library's; raises `DeviceError` where there is none."""
+    try:
+        number: int = cudnn.backend_version()
+    except RuntimeError as error:
+        hint = "pip install 'forge-gpt[cuda]' installs what it needs"
+        raise device.absent(f"no cuDNN ({error})", hint) from error
     return number
 
 
@@ -45,8 +51,9 @@ def wrote(algorithm: str) -> bool:
 
 
 def candidates(product: Product) -> list[str]:
-    """The plans that the library holds for best."""
-    return [CUDNN + name for name in _plans(product)[1][:CANDIDATES]]
+    """The plans that the library holds for best, but for those whose name says no plan."""
+    written = [CUDNN + name for name in _plans(product)[1]]
+    return [each for each in written if intact({"": each}) and each != UNNAMED][:CANDIDATES]
 
 
 def kernel(product: Product, algorithm: str) -> Callable[..., None]:

@@ -56,7 +56,7 @@ def run(
     """Compute a product of matrices at these addresses; False where no library has a kernel."""
     together = a | b | out | bias | pre
     plan = _plan(product, min(together & -together, 256))
-    if plan.kernel is None:
+    if plan.kernel is None and not plan.absent:
         if plan.recall(a, b, out, alpha, bias, pre):
             return True
         plan.choose(a, b, bias, pre)
@@ -91,13 +91,13 @@ def used() -> dict[str, str]:
 def missing(product: Product) -> DeviceError:
     """The error for a product that no library has a kernel for."""
     return DeviceError(
-        f"[matmul] expected a kernel of cuBLASLt, got none for {product}; "
+        f"[matmul] expected a library with a kernel, got none for {product}; "
         "pad the sizes to multiples of 8"
     )
 
 
 class _Plan:
-    """A product, and the kernel for it: None as long as there is none."""
+    """A product, and the kernel for it: None before it is chosen, and where it is `absent`."""
 
     def __init__(self, product: Product, alignment: int) -> None:
         self._product = product
@@ -105,6 +105,7 @@ class _Plan:
         self._key = " ".join(map(str, (*product, alignment)))
         self._matmul = Matmul(product, alignment)
         self.kernel: Kernel | None = None
+        self.absent = False
 
     def recall(self, a: int, b: int, out: int, alpha: float, bias: int, pre: int) -> bool:
         """Compute by the table's algorithm; False where it has none that its library takes."""
@@ -129,35 +130,37 @@ class _Plan:
         candidates = self._matmul.candidates()
         if size >= HEAVY and cudnn_linear.serves(p, self._alignment):
             candidates += cudnn_linear.candidates(p)
-        chosen = 0
-        if len(candidates) > 1 and size >= WORTH_TIMING:
-            chosen = self._fastest(candidates, a, b, bias, pre, heavy=size >= HEAVY)
-        if candidates:
-            self.kernel = self._load(candidates[chosen])
-            _table().use(self._key, candidates[chosen], tuned=True)
+        self.absent = not candidates
+        if self.absent:
+            return
+        chosen = candidates[0]
+        if len(candidates) == 1 or size < WORTH_TIMING:
+            self.kernel = self._load(chosen)
+        else:
+            chosen, self.kernel = self._fastest(candidates, a, b, bias, pre, heavy=size >= HEAVY)
+        _table().use(self._key, chosen, tuned=True)
 
     def _load(self, algorithm: str) -> Kernel:
         if cudnn_linear.wrote(algorithm):
             return cudnn_linear.kernel(self._product, algorithm)
-        loaded: Kernel = self._matmul.kernel(algorithm)
-        return loaded
+        return self._matmul.kernel(algorithm)
 
     def _fastest(
         self, candidates: list[str], a: int, b: int, bias: int, pre: int, *, heavy: bool
-    ) -> int:
+    ) -> tuple[str, Kernel]:
         """The candidate of least time in the middle one of several rounds; out is a stand-in."""
         p = self._product
         room = ((p.batch - 1) * p.step_c + p.m * p.ldc) * dtypes.ITEMSIZE[p.out_dtype]
         stand_in = empty((room,), "bool", Device("cuda"))
         calls = {}
-        for i, algorithm in enumerate(candidates):
+        for algorithm in candidates:
             try:
                 kernel = self._load(algorithm)
                 kernel(a, b, stand_in.pointer, 1.0, bias, pre)
                 device.synchronize()
             except RefusedError:
                 continue
-            calls[i] = (kernel, a, b, stand_in.pointer, 1.0, bias, pre)
+            calls[algorithm] = (kernel, a, b, stand_in.pointer, 1.0, bias, pre)
         if not calls:
             raise missing(p)
         number = CALLS
@@ -167,10 +170,13 @@ class _Plan:
             _heat(first)
             number = math.ceil(LOAD / _time(first, CALLS))
         # In turn, since the clock drifts.
-        rounds = [{i: _time(call, number) for i, call in calls.items()} for _ in range(ROUNDS)]
+        rounds = [
+            {name: _time(call, number) for name, call in calls.items()} for _ in range(ROUNDS)
+        ]
         if heavy:
             _heated[0] = time.monotonic()
-        return min(calls, key=lambda i: median(times[i] for times in rounds))
+        best = min(calls, key=lambda name: median(times[name] for times in rounds))
+        return best, calls[best][0]
 
 
 # When the GPU was last under the load of timing.
