@@ -1,5 +1,6 @@
 """What all tests share: threads, hypothesis, plain output, and visible skips."""
 
+import gc
 import importlib.util
 import os
 
@@ -34,6 +35,14 @@ def _plain_output():
         for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture
+def gc_paused():
+    """Nothing that earlier tests left in cycles is freed while a test measures memory."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

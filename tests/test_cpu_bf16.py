@@ -321,6 +321,7 @@ def test_a_run_in_bf16_ends_where_one_in_fp32_does():
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_the_plan_in_bf16_is_what_a_step_takes(rng):
     config = Config(
         precision="bf16",

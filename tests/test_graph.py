@@ -258,6 +258,7 @@ def test_a_captured_function_within_another_is_a_part_of_it():
 # ---- Memory
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_a_recording_takes_the_memory_of_a_step():
     def step(x):
         for _ in range(10):

@@ -106,6 +106,7 @@ def test_timer_survives_an_op_that_fails(monkeypatch):
     assert timer.seconds == {("forward", "exp"): 1.0}
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_memory_traces_the_pool():
     memory = Memory()
     tape = Tape(hooks=[memory])
@@ -202,6 +203,7 @@ def test_summary_counts_every_storage_once():
     assert loss.shape == ()
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_summary_is_what_the_pool_holds_for_the_tape():
     before = REFERENCE.pool.in_use
     tape = Tape()

@@ -160,6 +160,7 @@ def test_a_recorded_sweep_asks_for_no_extra():
 # Memory
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_without_a_var_nothing_is_kept():
     given = arguments("reference", rows=(64,))
     pool = Device("reference").pool
@@ -171,6 +172,7 @@ def test_without_a_var_nothing_is_kept():
     assert pool.peak - before == out.nbytes + 64 * 40 * 8
 
 
+@pytest.mark.usefixtures("gc_paused")
 @pytest.mark.parametrize(
     ("wanted", "wide"),
     [(NAMES, 2), (("x",), 1), (("w", "bias"), 1), (("w_out",), 1), (("bias_out",), 0)],

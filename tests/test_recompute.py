@@ -147,6 +147,7 @@ def test_the_bits_are_the_same(way, retain, device):
     assert_same_bits(kept(device)[0], again)
 
 
+@pytest.mark.usefixtures("gc_paused")
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_is_smaller(way):
     _, held, peak = train(**WAYS[way])
@@ -156,6 +157,7 @@ def test_memory_is_smaller(way):
     assert peak < all_peak or way in ("chains", "every output")
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_memory_is_smaller_by_what_was_dropped():
     sizes = {}
     for names in ((), ("linear.out",), ("mlp.hidden",), ("mlp.pre",), ("add_layernorm.y",)):
@@ -170,6 +172,7 @@ def test_memory_is_smaller_by_what_was_dropped():
     assert sizes[()] - sizes["add_layernorm.y",] == 3 * row
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_nothing_but_inputs_is_kept_of_a_block():
     tape = Tape()
     x = tape.leaf(ref(np.ones((64, 32))))
@@ -304,6 +307,7 @@ def test_a_remake_does_not_make_what_it_does_not_read():
     assert calls == ["run", "run"]
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_a_view_is_dropped_with_its_base():
     tape = Tape(recompute={"tanh.out"})
     x = tape.leaf(ref(np.ones((64, 32))))
@@ -337,6 +341,7 @@ def test_one_output_of_several_may_be_dropped():
     np.testing.assert_array_equal(grad, np.hstack([x[:, 4:8], x[:, :4], 0 * x[:, :4]]))
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_a_long_chain_of_dropped_values():
     tape = Tape(recompute={"tanh.out", "scale.out"})
     x = tape.leaf(ref([0.5]))
@@ -386,6 +391,7 @@ def test_a_block_runs_again_at_most_once_and_only_when_asked():
     assert calls == ["run"] * 3 + ["run"] * 2
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_extras_of_a_block_are_dropped_and_made_again():
     counted, calls = counting(saves=("twin",))
     tape = Tape()
@@ -435,6 +441,7 @@ def test_a_block_ends_where_an_exception_leaves_it():
     assert tape.backward(inner * outer)[x].item() == pytest.approx(2 * np.exp(1.0))
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_an_exception_while_making_again_leaves_memory_flat():
     @op(saves=("out",), name="test.moody")
     def moody(x):
@@ -503,6 +510,7 @@ def test_with_create_graph(recompute, block):
         assert a.numpy().tobytes() == b.numpy().tobytes()
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_remade_values_are_freed_when_the_sweep_has_passed_their_node():
     sizes = []
 
@@ -537,6 +545,7 @@ def test_anomaly_mode_works_with_recomputation():
 # Plans
 
 
+@pytest.mark.usefixtures("gc_paused")
 @pytest.mark.parametrize("way", [None, *WAYS])
 def test_a_plan_tells_the_peak_of_the_real_run(way):
     how = WAYS.get(way, {})
@@ -546,6 +555,7 @@ def test_a_plan_tells_the_peak_of_the_real_run(way):
     assert planned_peak == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_a_plan_runs_no_kernel(monkeypatch):
     from forge.backends import registry
 

@@ -218,6 +218,7 @@ def config(**changes):
     return Config(**{**SETTINGS, **changes}).resolved(256)
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_the_plan_is_what_a_step_takes():
     """Peak of the pool in a recorded step, against the plan of it, within 5 %."""
     dataset = load_dataset(None, ByteTokenizer())
@@ -236,6 +237,7 @@ def test_the_plan_is_what_a_step_takes():
         del trainer
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_the_plan_has_room_for_evaluation_beside_a_recorded_step():
     settings = config(n_embd=32, block_size=128, batch_size=64)
     trainer = Trainer(settings, load_dataset(None, ByteTokenizer()), REFERENCE, 32)

@@ -362,6 +362,7 @@ def test_a_second_sweep_needs_retain():
             again()
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_saves_and_gradients_are_freed_as_the_sweep_goes():
     """A chain of n: before each rule, what the later nodes saved and gave is gone already."""
     in_use = []
@@ -388,6 +389,7 @@ def test_saves_and_gradients_are_freed_as_the_sweep_goes():
     assert grads[x].size == 1024
 
 
+@pytest.mark.usefixtures("gc_paused")
 def test_a_summed_gradient_does_not_outlive_its_node():
     """The term that was added in place is gone before the next rule runs."""
     in_use = []
