@@ -10,6 +10,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --no-compile --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
+# Tests go in as many processes as there are cores, up to eight; ARGS="-n 0" is one, for a debugger.
+PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 .NOTPARALLEL:
 .PHONY: help demo test dev check lint format clean
@@ -24,7 +26,7 @@ demo: $(VENV)/.installed
 
 ## test     run the tests; ARGS="-k tape" picks some
 test: $(VENV)/.installed-test
-	$(PY) -m pytest -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
 ## dev      install what a contributor needs (PyTorch, ruff, mypy) and the pre-commit hooks
 dev: $(VENV)/.installed-dev
