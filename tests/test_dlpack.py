@@ -207,11 +207,11 @@ class FeignedMemory(HostMemory):
 
     def write(self, x, array):
         self.bytes(x)[:] = (
-            np.ascontiguousarray(array, forge.dtypes.NUMPY[x.dtype]).reshape(-1).view(np.uint8)
+            np.ascontiguousarray(array, forge.dtypes.to_numpy(x.dtype)).reshape(-1).view(np.uint8)
         )
 
     def read(self, x):
-        return self.bytes(x).view(forge.dtypes.NUMPY[x.dtype]).reshape(x.shape).copy()
+        return self.bytes(x).view(forge.dtypes.to_numpy(x.dtype)).reshape(x.shape).copy()
 
     def bytes(self, x):
         return dlpack.span(x.pointer, (x.nbytes,), np.dtype(np.uint8), None)

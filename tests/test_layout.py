@@ -143,6 +143,18 @@ def test_importing_forge_imports_no_gpu_package():
     assert not set(done.stdout.split()) & (FRAMEWORKS | GPU_PACKAGES)
 
 
+def test_float32_needs_nothing_of_bfloat16():
+    """Whose package takes up to a second to import."""
+    code = (
+        "import sys, numpy, forge; from forge import ops; x = forge.tensor(numpy.ones((3, 5)));"
+        "forge.value_and_grad(lambda x: ops.sum(ops.gelu(x)))(x)[0].numpy();"
+        "assert 'ml_dtypes' not in sys.modules;"
+        "print(forge.tensor([1.0], 'bfloat16').numpy().dtype)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("bfloat16\n", "")
+
+
 @pytest.mark.parametrize(
     "path",
     CHORES + MODULES + KERNELS + SCRIPTS + TESTS,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import forge
 from forge import ops
 from forge.backends import registry
-from forge.dtypes import NUMPY
+from forge.dtypes import to_numpy
 from forge.philox import threshold, words
 from forge.tensor import Tensor, full, tensor, zeros
 from forge.verify import CASES, check
@@ -104,7 +104,7 @@ def test_buffers_of_every_dtype_wide_enough(op, dtype, buffer):
     own = tensors(case.arguments(), dtype, forge.Device("cpu"))
     rng = np.random.default_rng(0)
     results = outputs(case, own).values()
-    seeds = [np.asarray(rng.standard_normal(x.shape)).astype(NUMPY[x.dtype]) for x in results]
+    seeds = [np.asarray(rng.standard_normal(x.shape)).astype(to_numpy(x.dtype)) for x in results]
     expected = gradients(case, own, seeds)
     into = {name: full(own[name].shape, 0.0, buffer, own[name].device) for name in case.wrt}
     gradients(case, own, seeds, into=into)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from forge.backends.reference.token import decode_token
-from forge.dtypes import NUMPY
+from forge.dtypes import to_numpy
 from forge.tensor import empty, tensor
 
 if importlib.util.find_spec("triton") is None or importlib.util.find_spec("cuda") is None:
@@ -23,7 +23,7 @@ from forge.backends.cuda import device, token
 
 EMULATOR = Path(__file__).parent / "emulator"
 SHARED = "extern __shared__ uint4 memory[];"
-BF16 = NUMPY["bfloat16"]
+BF16 = to_numpy("bfloat16")
 
 
 def aligned(x):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import forge
-from forge.dtypes import NUMPY
+from forge.dtypes import to_numpy
 from forge.tensor import Tensor
 from forge.verify import CASES
 from forge.verify.trial import gradients, outputs, tensors
@@ -326,7 +326,7 @@ def test_op_agrees_with_pytorch(case, device, dtype):
         assert_close(name, ours, values(other), 1e-12 if exact else case.bound(dtype))
     if case.wrt:
         rng = np.random.default_rng(1)
-        seeds = [rng.standard_normal(x.shape).astype(NUMPY[x.dtype]) for x in got.values()]
+        seeds = [rng.standard_normal(x.shape).astype(to_numpy(x.dtype)) for x in got.values()]
         ours = gradients(case, given, [np.asarray(seed) for seed in seeds])
         leaves = dict(zip(drawn, xs, strict=False)) if case.variadic else theirs
         grads = torch.autograd.grad(

@@ -25,8 +25,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from forge import durable
-from forge.dtypes import NAMES
+from forge import dtypes, durable
 from forge.errors import CheckpointError
 
 FORMAT = 1
@@ -168,9 +167,9 @@ def _check_arrays(arrays: Mapping[str, Arrays]) -> None:
                 f"[checkpoint] expected a file name that ends in .safetensors, got {file!r}"
             )
         for name, array in named.items():
-            if array.dtype not in NAMES:
+            if not dtypes.stored(array.dtype):
                 raise CheckpointError(
-                    f"[checkpoint] expected {name} of {', '.join(NAMES.values())}, "
+                    f"[checkpoint] expected {name} of {', '.join(dtypes.NAMES)}, "
                     f"got {array.dtype.str}; convert it with .astype first"
                 )
             # safetensors writes the wrong elements of other arrays without a word.

@@ -26,7 +26,6 @@ UINT, BFLOAT = 1, 4
 KNOWN = {0, UINT, 2, 5, 6}
 # The version of the structure that NumPy reads and writes.
 VERSION = (1, 0)
-BFLOAT16 = dtypes.NUMPY["bfloat16"]
 
 
 class _DLTensor(ctypes.Structure):
@@ -58,7 +57,7 @@ def give(array: np.ndarray, device: int, **keywords: Any) -> Any:
 
     `keywords` are NumPy's: `max_version`, and on the host also `copy`.
     """
-    low = array.dtype == BFLOAT16
+    low = array.dtype.name == "bfloat16"
     capsule = (array.view(np.uint16) if low else array).__dlpack__(**keywords)
     tensor = _tensor(capsule)
     tensor.device_type = device
@@ -113,7 +112,7 @@ def take(producer: Any, stream: int | None) -> np.ndarray:
     low = (tensor.code, tensor.bits) == (BFLOAT, 16)
     if tensor.lanes != 1 or not (low or tensor.code in KNOWN):
         raise DtypeError(
-            f"[from_dlpack] expected one of {', '.join(dtypes.NUMPY)}, got DLPack's type code "
+            f"[from_dlpack] expected one of {', '.join(dtypes.NAMES)}, got DLPack's type code "
             f"{tensor.code} of {tensor.bits} bits, {tensor.lanes} lanes; convert it first"
         )
     tensor.device_type, tensor.device_id = CPU, 0
@@ -125,7 +124,7 @@ def take(producer: Any, stream: int | None) -> np.ndarray:
     if array.flags.c_contiguous and _valid(capsule, b"used_dltensor"):
         # Structures without a version cannot say that they are read-only; NumPy takes all for it.
         array = span(array.ctypes.data, array.shape, array.dtype, array)
-    return array.view(BFLOAT16) if low else array
+    return array.view(dtypes.to_numpy("bfloat16")) if low else array
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:

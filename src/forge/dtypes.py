@@ -5,22 +5,23 @@ Dtypes are strings everywhere in Forge; this is the one place that maps them to 
 quantized weights, each row of which has a scale beside it (`ops.quantize`).
 """
 
-import ml_dtypes
+from functools import cache
+from typing import Any
+
 import numpy as np
 
 from forge.errors import DtypeError
 
-NUMPY: dict[str, np.dtype] = {
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "int64": np.dtype(np.int64),
-    "int8": np.dtype(np.int8),
-    "bool": np.dtype(np.bool_),
+ITEMSIZE: dict[str, int] = {
+    "float32": 4,
+    "float64": 8,
+    "bfloat16": 2,
+    "int64": 8,
+    "int8": 1,
+    "bool": 1,
 }
-NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in NUMPY.items()}
+NAMES = tuple(ITEMSIZE)
 FLOATING = frozenset({"float32", "float64", "bfloat16"})
-ITEMSIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in NUMPY.items()}
 
 # Spacing of 1.0: what tolerances are stated in.
 EPSILON: dict[str, float] = {"float32": 2.0**-23, "float64": 2.0**-52, "bfloat16": 2.0**-7}
@@ -31,22 +32,37 @@ def accumulator(dtype: str) -> str:
     return "float32" if dtype == "bfloat16" else dtype
 
 
+@cache
+def to_numpy(dtype: str) -> np.dtype:
+    """NumPy's dtype of this name."""
+    scalar: Any = dtype
+    if dtype == "bfloat16":
+        # Its import takes up to a second (ml_dtypes 0.7), and float32 needs nothing of it.
+        from ml_dtypes import bfloat16 as scalar
+    found: np.dtype = np.dtype(scalar)
+    return found
+
+
+def stored(dtype: np.dtype) -> bool:
+    """Whether it is a NumPy dtype of those that Forge stores."""
+    return dtype.name in NAMES and dtype == to_numpy(dtype.name)
+
+
 def from_numpy(dtype: np.dtype) -> str:
     """Name of a NumPy dtype; raises `DtypeError` for one that Forge does not store."""
-    name = NAMES.get(dtype)
-    if name is None:
+    if not stored(dtype):
         raise DtypeError(
-            f"[dtype] expected one of {', '.join(NUMPY)}, got NumPy's {dtype}; "
+            f"[dtype] expected one of {', '.join(NAMES)}, got NumPy's {dtype}; "
             "convert it with .astype first"
         )
-    return name
+    return dtype.name
 
 
 def check(op: str, dtype: str) -> str:
     """Return `dtype` if it names one, else raise `DtypeError`."""
-    if dtype not in NUMPY:
+    if dtype not in NAMES:
         raise DtypeError(
-            f"[{op}] expected a dtype of {', '.join(NUMPY)}, got {dtype!r}; "
+            f"[{op}] expected a dtype of {', '.join(NAMES)}, got {dtype!r}; "
             'dtypes are named by strings, such as "float32"'
         )
     return dtype

@@ -36,7 +36,7 @@ class Hidden(NamedTuple):
 
     def shown(self, x: Any) -> np.ndarray:
         """The host's view of x, a Tensor on them."""
-        dtype = dtypes.NUMPY[x.dtype]
+        dtype = dtypes.to_numpy(x.dtype)
         return np.ndarray(x.shape, dtype, self.bytes, x.offset * dtype.itemsize)
 
 

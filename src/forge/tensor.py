@@ -242,7 +242,7 @@ class Tensor:
             self.device.memory.copy(self, x)
         x.storage.exported = True
         x.device.memory.hand_over(stream)
-        where = dlpack.span(x.pointer, x.shape, dtypes.NUMPY[x.dtype], x.storage)
+        where = dlpack.span(x.pointer, x.shape, dtypes.to_numpy(x.dtype), x.storage)
         return dlpack.give(where, dlpack.CUDA, max_version=max_version)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -311,7 +311,7 @@ class Spec:
 
 def empty(shape: Shape, dtype: str, device: Device) -> Tensor:
     """A Tensor of undefined content."""
-    numpy_dtype = dtypes.NUMPY[dtype]
+    numpy_dtype = dtypes.to_numpy(dtype)
     storage = Storage(math.prod(shape) * numpy_dtype.itemsize, device)
     buffer = storage.buffer
     if buffer.__class__ is not np.ndarray:

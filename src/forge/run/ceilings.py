@@ -1,8 +1,9 @@
 """What this machine can do at most: multiply-adds in a second, and bytes to and from its memory.
 
 On a CPU these are loops that do nothing else, on the threads that kernels run on. The rate is that
-of fused multiply-adds on float32 in registers, so products can come near it and nothing passes it.
-In bfloat16, and on a GPU, it is that of one large product; a GPU's bytes are those of a copy.
+of fused multiply-adds on float32 in registers, so products can come near it and nothing passes it,
+by the seconds that the threads computed: a busy machine would else be taken for a slow one. In
+bfloat16, and on a GPU, it is that of one large product; a GPU's bytes are those of a copy.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def measure(device: Device, precision: str = "fp32") -> Ceilings:
     target = np.zeros(_ELEMENTS, np.float32)
     sums = np.zeros(pieces, np.float32)
     operations = float(loops.FLOPS) * _TURNS * pieces
-    flops, of = operations / _fastest(lambda: loops.multiply_add(sums, _TURNS, 0.5)), LOOP
+    seconds = _fastest(lambda: loops.multiply_add(sums, _TURNS, 0.5), time.process_time)
+    flops, of = operations * threads.get_threads() / seconds, LOOP
     if precision == "bf16" and registry.implementation("matmul", "cpu", "bfloat16") == "cpu":
         flops, of = speed.peak_flops(device, precision), PRODUCT
     read = source.nbytes / _fastest(lambda: loops.read(source, sums))
@@ -61,13 +63,13 @@ def measure(device: Device, precision: str = "fp32") -> Ceilings:
     return Ceilings(flops, read, copy, of)
 
 
-def _fastest(run: Callable[[], Any]) -> float:
+def _fastest(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of the fastest of some rounds, the first of which compiles."""
     seconds = []
     for _ in range(1 + _ROUNDS):
-        start = time.perf_counter()
+        start = clock()
         run()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return min(seconds[1:])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from forge.backends.registry import kernels
-from forge.dtypes import NUMPY
+from forge.dtypes import to_numpy
 from forge.ops.token import BLOCK, CACHES
 from forge.tensor import Shape, empty, tensor
 from forge.verify import composites
@@ -374,7 +374,7 @@ def adamw(
 
 def _working(inputs: dict[str, Array]) -> dict[str, Array]:
     """The bfloat16 copy of the parameters, by way of float32: the same for a float32 run."""
-    return {"working": inputs["param"].astype(np.float32).astype(NUMPY["bfloat16"])}
+    return {"working": inputs["param"].astype(np.float32).astype(to_numpy("bfloat16"))}
 
 
 def _update() -> list[Case]:

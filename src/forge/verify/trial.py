@@ -14,7 +14,7 @@ import numpy as np
 
 from forge.autograd.check import check_grads
 from forge.autograd.tape import Tape
-from forge.dtypes import EPSILON, NUMPY
+from forge.dtypes import EPSILON, to_numpy
 from forge.ops.define import op
 from forge.tensor import Device, Tensor, full, tensor
 from forge.verify.case import Array, Case
@@ -50,7 +50,7 @@ class Trial:
         given = tensors(drawn, self.dtype, self.device, case.masters)
         # The oracle gets the device's rounded numbers, widened.
         rounded = {
-            name: x.astype(NUMPY[given[name].dtype]).astype(np.float64) if _floating(x) else x
+            name: x.astype(to_numpy(given[name].dtype)).astype(np.float64) if _floating(x) else x
             for name, x in drawn.items()
         }
         exact = tensors(rounded, "float64", REFERENCE)
@@ -64,7 +64,7 @@ class Trial:
         if case.wrt:
             rng = np.random.default_rng(0)
             seeds = [
-                np.asarray(rng.standard_normal(x.shape)).astype(NUMPY[x.dtype])
+                np.asarray(rng.standard_normal(x.shape)).astype(to_numpy(x.dtype))
                 for x in got.values()
             ]
             grads = gradients(case, exact, seeds)

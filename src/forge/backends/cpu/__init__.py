@@ -5,7 +5,7 @@ served by the reference, and `forge kernels` says so.
 """
 
 from forge.backends.kernel import table
-from forge.dtypes import NUMPY
+from forge.dtypes import NAMES
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "pointwise": (
@@ -74,5 +74,5 @@ WORKSPACE = (
 KERNELS = {
     **table("forge.backends.cpu", FAMILIES, frozenset({"float32", "bfloat16"}), WORKSPACE),
     **table("forge.backends.cpu", WIDE, frozenset({"float32"}), WORKSPACE),
-    **table("forge.backends.cpu", MOVERS, frozenset(NUMPY)),
+    **table("forge.backends.cpu", MOVERS, frozenset(NAMES)),
 }

@@ -9,7 +9,7 @@ asked for.
 import importlib.metadata
 
 from forge.backends.kernel import table
-from forge.dtypes import NUMPY
+from forge.dtypes import NAMES
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "pointwise": (
@@ -56,7 +56,7 @@ LOW: dict[str, tuple[str, ...]] = {"token": ("decode_token",)}
 
 KERNELS = {
     **table("forge.backends.cuda", FAMILIES, frozenset({"float32", "bfloat16"})),
-    **table("forge.backends.cuda", MOVERS, frozenset(NUMPY)),
+    **table("forge.backends.cuda", MOVERS, frozenset(NAMES)),
     **table("forge.backends.cuda", LOW, frozenset({"bfloat16"})),
 }
 

@@ -56,7 +56,7 @@ class CudaMemory:
             return
         from cuda.bindings import driver
 
-        pattern = np.asarray(value).astype(dtypes.NUMPY[x.dtype])
+        pattern = np.asarray(value).astype(dtypes.to_numpy(x.dtype))
         width, where, stream = pattern.itemsize, x.pointer, device.stream()
         raw = pattern.tobytes()
         if not any(raw):
@@ -80,7 +80,7 @@ class CudaMemory:
     def write(self, x: Any, array: np.ndarray) -> None:
         """Copy a host array into x, converting to its dtype; returns before the copy is done."""
         device.eager("copy from the host")
-        source = np.broadcast_to(np.asarray(array, dtypes.NUMPY[x.dtype]), x.shape)
+        source = np.broadcast_to(np.asarray(array, dtypes.to_numpy(x.dtype)), x.shape)
         raw = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
         for start in range(0, x.nbytes, SLOT):
             piece = raw[start : start + SLOT]
@@ -89,7 +89,7 @@ class CudaMemory:
     def read(self, x: Any) -> np.ndarray:
         """A copy of x on the host, once all work before it is done."""
         device.eager("copy to the host")
-        out = np.empty(x.shape, dtypes.NUMPY[x.dtype])
+        out = np.empty(x.shape, dtypes.to_numpy(x.dtype))
         if x.size:
             cuda = self._cuda
             kind = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost

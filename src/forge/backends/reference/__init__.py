@@ -5,7 +5,7 @@ widening to float32 and rounding the result once.
 """
 
 from forge.backends.kernel import table
-from forge.dtypes import NUMPY
+from forge.dtypes import NAMES
 
 FAMILIES = {
     "pointwise": (
@@ -49,4 +49,4 @@ FAMILIES = {
     "update": ("global_norm", "all_finite", "adamw"),
 }
 
-KERNELS = table("forge.backends.reference", FAMILIES, frozenset(NUMPY))
+KERNELS = table("forge.backends.reference", FAMILIES, frozenset(NAMES))
