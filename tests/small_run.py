@@ -40,7 +40,7 @@ class Run:
     def arguments(self, micro_batch=None):
         """Those of the next step."""
         number, self.number = self.number, self.number + 1
-        host = self.loader.batch(8 * number, micro_batch)
+        host = self.loader.batch(first_sample=8 * number, micro_batch=micro_batch)
         # Ragged: from each micro-batch other targets are left out.
         for k, micro in enumerate(host.micros):
             micro.targets[:, : 1 + number + 2 * k] = -100

@@ -281,7 +281,7 @@ def trained(model: GPT2, precision: str, tokens: np.ndarray, steps: int, batch: 
     grads, optimizer = params.zeros_like(), AdamW(params)
     loader = Loader(tokens, model.config.block_size, batch, 3)
     for step in range(steps):
-        got = to_device(loader.batch(batch * step, batch // 2), CPU)
+        got = to_device(loader.batch(first_sample=batch * step, micro_batch=batch // 2), CPU)
         rate = 4e-3 * min(1.0, (step + 1) / 10)
         result = train_step(model, params, grads, optimizer, got, step_state(5, step, rate, CPU))
         assert result.finite.item() == 1
@@ -312,7 +312,7 @@ def test_a_run_in_bf16_ends_where_one_in_fp32_does():
     tokens = words[order].reshape(-1)
     model = GPT2(GPT2Config(vocab_size=29, block_size=32, n_layer=2, n_head=2, n_embd=32))
     held = Loader(tokens[-2000:], 32, 8, 0)
-    batches = [held.batch(8 * i, 8) for i in range(4)]
+    batches = [held.batch(first_sample=8 * i) for i in range(4)]
     losses = {}
     for precision in ("fp32", "bf16"):
         params, _ = trained(model, precision, tokens[:-2000], 60, batch=8)

@@ -120,7 +120,7 @@ def losses(device, precision, steps, config=BABY):
     step = Captured(train_step, place, ("batch", "state"))
     found = []
     for number in range(steps):
-        batch = to_device(loader.batch(B * number), place)
+        batch = to_device(loader.batch(first_sample=B * number), place)
         rate = LR * min(1.0, (1 + number) / 20)
         state = step_state(1, number, rate, place)
         result = step(model, params, grads, optimizer, batch, state)

@@ -296,17 +296,17 @@ def test_offset_moves_with_the_epoch_and_reaches_all():
 def test_short_texts(size, windows):
     made = Loader(np.arange(size), 8, batch_size=3)
     assert made.windows == windows
-    assert made.batch(0).micros[0].targets.max() <= size - 1
+    assert made.batch(first_sample=0).micros[0].targets.max() <= size - 1
 
 
 def test_batches_cross_epochs_and_do_not_depend_on_their_size():
     tokens = np.arange(1000)
     one = Loader(tokens, 16, batch_size=1, seed=7)
     many = Loader(tokens, 16, batch_size=25, seed=7)
-    expected = [one.batch(i).micros[0].inputs[0] for i in range(200)]
+    expected = [one.batch(first_sample=i).micros[0].inputs[0] for i in range(200)]
     index, found = 0, []
     while index < 200:
-        batch = many.batch(index)
+        batch = many.batch(first_sample=index)
         assert batch.index == index
         found += list(batch.micros[0].inputs)
         index = batch.next_index
@@ -318,7 +318,7 @@ def test_resuming_anywhere_is_the_same_run():
     first = Loader(np.arange(5000) % 256, 32, batch_size=6, seed=1)
     second = Loader(np.arange(5000) % 256, 32, batch_size=6, seed=1)
     for index in (0, 6, 600, 6 * 10**9):
-        a, b = first.batch(index).micros[0], second.batch(index).micros[0]
+        a, b = first.batch(first_sample=index).micros[0], second.batch(first_sample=index).micros[0]
         assert np.array_equal(a.inputs, b.inputs)
         assert np.array_equal(a.targets, b.targets)
 
@@ -333,8 +333,8 @@ def test_seeds_and_epochs_differ():
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 8, None])
 def test_micro_batches_are_slices(micro_batch):
     made = Loader(np.arange(500, dtype=np.uint16), 10, batch_size=8)
-    whole = made.batch(40).micros[0]
-    batch = made.batch(40, micro_batch)
+    whole = made.batch(first_sample=40).micros[0]
+    batch = made.batch(first_sample=40, micro_batch=micro_batch)
     sizes = [len(micro.inputs) for micro in batch.micros]
     assert [m.first_sample for m in batch.micros] == [0, *itertools.accumulate(sizes)][:-1]
     assert np.array_equal(np.concatenate([m.inputs for m in batch.micros]), whole.inputs)
@@ -345,7 +345,7 @@ def test_micro_batches_are_slices(micro_batch):
 
 @given(st.lists(st.integers(0, 255), min_size=5, max_size=60))
 def test_micro_is_what_the_model_needs(values):
-    micro = Loader(np.array(values, np.uint8), 4, batch_size=3).batch(0).micros[0]
+    micro = Loader(np.array(values, np.uint8), 4, batch_size=3).batch(first_sample=0).micros[0]
     for array in (micro.inputs, micro.targets, micro.order):
         assert array.dtype == np.int64
         assert array.flags.c_contiguous
@@ -371,8 +371,10 @@ def test_text_shorter_than_a_window():
 def test_memory_map(tmp_path):
     np.arange(300, dtype=np.uint16).tofile(tmp_path / "t.bin")
     mapped = np.memmap(tmp_path / "t.bin", np.uint16, "r")
-    inputs = Loader(mapped, 7, batch_size=4).batch(0).micros[0].inputs
-    assert np.array_equal(inputs, Loader(np.arange(300), 7, 4).batch(0).micros[0].inputs)
+    inputs = Loader(mapped, 7, batch_size=4).batch(first_sample=0).micros[0].inputs
+    assert np.array_equal(
+        inputs, Loader(np.arange(300), 7, 4).batch(first_sample=0).micros[0].inputs
+    )
     assert type(inputs) is np.ndarray
 
 

@@ -92,7 +92,7 @@ def test_nothing_changes_where_the_loss_is_not_finite(device):
         assert [finite for _, _, finite in run.steps(2)] == [0, 0]
     after = [x.flat.numpy().tobytes() for x in (run.params, run.optimizer.m, run.optimizer.v)]
     assert before == after
-    assert run.optimizer.step.item() == 3
+    assert run.optimizer.updates.item() == 3
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -448,7 +448,7 @@ def test_versions_rise_as_in_eager_steps(device):
 
     def versions(run):
         buffers = (run.params, run.grads, run.optimizer.m, run.optimizer.v)
-        return [x.flat.storage.version for x in buffers] + [run.optimizer.step.storage.version]
+        return [x.flat.storage.version for x in buffers] + [run.optimizer.updates.storage.version]
 
     for _ in range(4):
         eager.steps(1)

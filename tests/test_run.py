@@ -330,7 +330,9 @@ def test_steps_match_a_loop_by_hand(settings):
     config = session.config
     other = Trainer(config, session.dataset, REFERENCE, 2)
     for step in range(config.steps):
-        batch = training.to_device(other.loader.batch(4 * step, 2), REFERENCE)
+        batch = training.to_device(
+            other.loader.batch(first_sample=4 * step, micro_batch=2), REFERENCE
+        )
         state = training.step_state(config.seed, step, other.schedule(step), REFERENCE)
         training.train_step(other.model, other.params, other.grads, other.optimizer, batch, state)
     assert np.array_equal(other.params.flat.numpy(), session.trainer.params.flat.numpy())

@@ -53,7 +53,9 @@ class Run:
         return step_state(self.seed, step, lr, self.device)
 
     def step(self, step: int, micro_batch: int | None = None) -> tuple[float, float]:
-        batch = to_device(self.loader.batch(4 * step, micro_batch), self.device)
+        batch = to_device(
+            self.loader.batch(first_sample=4 * step, micro_batch=micro_batch), self.device
+        )
         result = train_step(
             self.model, self.params, self.grads, self.optimizer, batch, self.state(step)
         )
@@ -151,10 +153,10 @@ def test_nothing_changes_where_the_loss_is_not_finite() -> None:
     run.step(0)
     run.params["h.1.mlp.c_fc.bias"].array[3] = np.inf
     before = [x.flat.numpy().tobytes() for x in (run.params, run.optimizer.m, run.optimizer.v)]
-    batch = to_device(run.loader.batch(4), CPU)
+    batch = to_device(run.loader.batch(first_sample=4), CPU)
     result = train_step(run.model, run.params, run.grads, run.optimizer, batch, run.state(1))
     assert result.finite.item() == 0
-    assert run.optimizer.step.item() == 1
+    assert run.optimizer.updates.item() == 1
     after = [x.flat.numpy().tobytes() for x in (run.params, run.optimizer.m, run.optimizer.v)]
     assert before == after
     with pytest.raises(NonFiniteError, match=r"\[mlp\] expected finite values forward.*node"):
@@ -245,7 +247,7 @@ def test_frozen_parameters_are_passed_as_tensors() -> None:
     tape = Tape()
     params = dict(run.params)
     leaf = tape.leaf(params["ln_f.weight"])
-    batch = to_device(run.loader.batch(0), CPU).micros[0]
+    batch = to_device(run.loader.batch(first_sample=0), CPU).micros[0]
     loss = run.model.loss(params | {"ln_f.weight": leaf}, batch.inputs, batch.targets)
     only = tape.backward(loss)[leaf].numpy()
     # The blocks below it record nothing.

@@ -4,6 +4,8 @@ Every message reads `[op or command] expected …, got …`, with the shapes, dt
 matter, followed by one hint.
 """
 
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 
@@ -63,6 +65,21 @@ class CheckpointError(ForgeError, RuntimeError):
     """A checkpoint that is absent, torn, edited or of another format."""
 
 
+def nearest(word: str, words: Collection[str]) -> str:
+    """A hint for a misspelt name: the one of `words` that it begins or is near to, or some."""
+    longer = [each for each in words if word and each.startswith(word)]
+    for match in longer or difflib.get_close_matches(word, list(words), n=1):
+        return f"did you mean {match}?"
+    some = list(words)[:5]
+    return f"choose from: {', '.join(some)}{', …' if len(words) > len(some) else ''}"
+
+
+def no_single_name(op: str, names: Iterable[str], error: type[ForgeError]) -> None:
+    """Raise `error` for a str where names are expected: it would be taken letter by letter."""
+    if isinstance(names, str):
+        raise error(f"[{op}] expected several names, got the str {names!r}; pass ({names!r},)")
+
+
 # What other libraries have as attributes of an array.
 _ELSEWHERE = {
     "T": "ops.transpose(x, (1, 0))",
@@ -96,8 +113,21 @@ def no_attribute(x: Any, name: str) -> Any:
     hint = _ELSEWHERE.get(name)
     if "value" in type(x).__slots__ and hasattr(type(x.value), name):
         hint = f"x.value.{name}"
-    kind = type(x).__name__
-    raise AttributeError(
-        f"[{kind}] expected an attribute of a {kind}, got {name!r}"
+    raise _absent(type(x).__name__, name, hint)
+
+
+def attribute_hints(elsewhere: Mapping[str, str]) -> Callable[[Any, str], Any]:
+    """A class's `__getattr__`: raises `AttributeError` that says what there is for a name."""
+
+    def missing(x: Any, name: str) -> Any:
+        raise _absent(type(x).__name__, name, elsewhere.get(name))
+
+    return missing
+
+
+def _absent(kind: str, name: str, hint: str | None) -> AttributeError:
+    article = "an" if kind[0] in "AEIOU" else "a"
+    return AttributeError(
+        f"[{kind}] expected an attribute of {article} {kind}, got {name!r}"
         + (f"; write {hint}" if hint else "")
     )

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from forge.backends import capture
-from forge.errors import ArgumentError
+from forge.errors import ArgumentError, DtypeError, no_single_name
 from forge.pool import Memory, Pool
 from forge.tensor import Device, Tensor, empty_like
 
@@ -62,6 +62,7 @@ class Captured:
         self._function = function
         self._device = Device(device) if isinstance(device, str) else device
         self._signature = inspect.signature(function)
+        no_single_name("captured", varying, ArgumentError)
         self._varying = frozenset(varying)
         unknown = self._varying - self._signature.parameters.keys()
         if unknown:
@@ -198,6 +199,11 @@ def _describe(value: Any, inputs: list[Tensor]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return type(value), tuple(_describe(getattr(value, f.name), inputs) for f in fields)
+    if isinstance(value, np.ndarray):
+        raise DtypeError(
+            f"[captured] expected Tensors in what varies, got an array of {value.dtype} "
+            f"{list(value.shape)}; copy it with forge.tensor, a batch with training.to_device"
+        )
     return _number(value)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from forge import ops
 from forge.autograd.node import Var
 from forge.autograd.tape import Tape
-from forge.errors import ArgumentError, ShapeError
+from forge.errors import ArgumentError, ShapeError, nearest, no_single_name
 from forge.tensor import Device, Shape, Tensor, empty, tensor, zeros
 
 # Every parameter starts at a multiple of this many elements, 256 bytes of float32: so a vector load
@@ -133,9 +133,13 @@ class Params(Mapping[str, Tensor]):
 
         Raises `ArgumentError` for a name in `skip` that is no parameter's.
         """
+        no_single_name("params", skip, ArgumentError)
         frozen = set(skip)
-        if unknown := frozen - self.keys():
-            raise ArgumentError(f"[params] expected names of parameters, got {_some(unknown)}")
+        if unknown := sorted(frozen - self.keys()):
+            raise ArgumentError(
+                f"[params] expected names of parameters, got {_some(unknown)}; "
+                + nearest(unknown[0], self)
+            )
         rows = [
             (start, min(start + TILE, s.offset + s.size), index)
             for index, s in enumerate(self.segments)

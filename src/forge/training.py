@@ -14,7 +14,7 @@ import numpy as np
 
 from forge import ops
 from forge.autograd.tape import Tape
-from forge.data.loader import Batch as HostBatch
+from forge.data.loader import HostBatch
 from forge.models.gpt2 import GPT2, Rng
 from forge.optim.adamw import AdamW
 from forge.params import Params

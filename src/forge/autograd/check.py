@@ -21,14 +21,19 @@ def value_and_grad(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, tuple[
     """A function that returns fn's scalar value and its gradients.
 
     The gradients are those of the positional arguments that are floating Tensors, in their order;
-    None where the value does not depend on one. Other arguments pass through. Raises `ShapeError`
-    where fn does not return a scalar.
+    None where the value does not depend on one. Other arguments, and all keywords, pass through.
+    Raises `ShapeError` where fn returns no scalar, `DtypeError` where there is no such argument.
     """
 
     def wrapped(*args: Any, **keywords: Any) -> tuple[Tensor, tuple[Any, ...]]:
         tape = Tape()
         args = tuple(tape.leaf(x) if _floating(x) else x for x in args)
         leaves = [x for x in args if isinstance(x, Var)]
+        if not leaves:
+            raise DtypeError(
+                f"[value_and_grad] expected a floating Tensor by position, got {args!r}, and by "
+                f"name {', '.join(keywords) or 'nothing'}; what is passed by name is a constant"
+            )
         out = fn(*args, **keywords)
         value = out.value if isinstance(out, Var) else out
         if not isinstance(value, Tensor) or value.size != 1:

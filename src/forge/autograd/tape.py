@@ -16,7 +16,7 @@ from forge.autograd.hooks import Event, Hook, stop_at_non_finite
 from forge.autograd.node import Node, NodeView, Primitive, Var
 from forge.autograd.saves import Saves
 from forge.dtypes import FLOATING
-from forge.errors import DtypeError, GradientError, ShapeError, TapeError
+from forge.errors import DtypeError, GradientError, ShapeError, TapeError, nearest, no_single_name
 from forge.tensor import Shape, Spec, Tensor, full
 
 
@@ -57,13 +57,13 @@ class Tape:
     def __init__(
         self, *, recompute: Collection[str] = (), anomaly: bool = False, hooks: Sequence[Hook] = ()
     ) -> None:
+        no_single_name("recompute", recompute, TapeError)
         for name in recompute:
-            op, _, output = name.rpartition(".")
-            if op not in self.primitives or output not in self.primitives[op].made:
-                raise TapeError(
-                    f'[recompute] expected "op.output" or "op.extra" of a known op, got {name!r}; '
-                    'for example "add_layernorm.y" or "mlp.hidden"'
-                )
+            op = self.primitives.get(name.rpartition(".")[0])
+            if op is None or name.rpartition(".")[2] not in op.made:
+                made = [f"{p.name}.{v}" for p in self.primitives.values() for v in p.made]
+                one = f"one of {op.name}'s {', '.join(op.made)}" if op else '"op.value" of an op'
+                raise TapeError(f"[recompute] expected {one}, got {name!r}; {nearest(name, made)}")
         self.nodes: list[Node] = []
         self.leaves: set[int] = set()
         self.buffers: dict[int, Tensor] = {}

@@ -16,7 +16,7 @@ import numpy as np
 
 from forge.data.permutation import hash_words, permute
 from forge.data.tokenizer import Ids, Tokens
-from forge.errors import DataError
+from forge.errors import DataError, attribute_hints
 
 # The target that no loss counts, as in PyTorch.
 IGNORE_INDEX = -100
@@ -25,7 +25,7 @@ _ORDER, _OFFSET = 0, 1
 
 
 @dataclass(frozen=True, eq=False)
-class Micro:
+class HostMicro:
     """A slice of a batch, small enough for one forward and backward.
 
     `inputs` and `targets` int64 `[b, T]`; `order` int64 `[b·T]`, the stable sorted order of the
@@ -40,18 +40,20 @@ class Micro:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """The samples of one step.
+class HostBatch:
+    """The samples of one step, on the host: `training.to_device` copies them to a device.
 
     `target_count` is the number of targets that are not ignored, `tokens` that of inputs; `index`
     is the first sample's number in the run and `next_index` that of the batch after it.
     """
 
-    micros: list[Micro]
+    micros: list[HostMicro]
     target_count: int
     tokens: int
     index: int
     next_index: int
+
+    __getattr__ = attribute_hints({"weight": "training.to_device(batch, device), which has it"})
 
 
 class Loader:
@@ -91,12 +93,14 @@ class Loader:
         offset = hash_words(self.seed, epoch, _OFFSET) % np.uint64(self._offsets)
         return window * self.block_size + offset.astype(np.int64)
 
-    def batch(self, index: int, micro_batch: int | None = None) -> Batch:
-        """The batch that begins at sample `index` of the run, in slices of `micro_batch` samples.
+    def batch(self, *, first_sample: int, micro_batch: int | None = None) -> HostBatch:
+        """The batch that begins at a sample of the run, in slices of `micro_batch` samples.
 
+        Samples are counted, not batches, so that a run may go on with another `batch_size`: that of
+        step k is at k · `batch_size`, or at `next_index` of the batch before. A `micro_batch` of
         None is one slice; the last is smaller where the sizes do not divide.
         """
-        B = self.batch_size
+        B, index = self.batch_size, first_sample
         begin, ahead = self._ahead
         if not begin <= index <= begin + len(ahead) - B:
             # Many batches at once: for one, the shuffle's arithmetic is all overhead (0.2 ms).
@@ -132,11 +136,11 @@ class Validation:
     def __len__(self) -> int:
         return -(-self.windows // self.batch_size)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[HostBatch]:
         return (self.batch(k) for k in range(len(self)))
 
-    def batch(self, k: int, micro_batch: int | None = None) -> Batch:
-        """Batch k of `len(self)`, in slices as those of `Loader.batch`; `index` counts windows."""
+    def batch(self, k: int, micro_batch: int | None = None) -> HostBatch:
+        """Batch number k of `len(self)`, in slices as `Loader.batch`; `index` counts windows."""
         first = k * self.batch_size
         count = min(self.batch_size, self.windows - first)
         T = self.block_size
@@ -153,10 +157,10 @@ class Validation:
         return _batch(micros, first)
 
 
-def _micro(inputs: Tokens, targets: Tokens, first_sample: int) -> Micro:
+def _micro(inputs: Tokens, targets: Tokens, first_sample: int) -> HostMicro:
     # Sorted before widening: NumPy's stable sort of one- and two-byte integers is a radix sort.
     order = np.argsort(inputs.reshape(-1), kind="stable")
-    return Micro(
+    return HostMicro(
         inputs=np.ascontiguousarray(inputs, np.int64),
         targets=np.ascontiguousarray(targets, np.int64),
         order=order.astype(np.int64, copy=False),
@@ -164,8 +168,8 @@ def _micro(inputs: Tokens, targets: Tokens, first_sample: int) -> Micro:
     )
 
 
-def _batch(micros: list[Micro], index: int) -> Batch:
-    return Batch(
+def _batch(micros: list[HostMicro], index: int) -> HostBatch:
+    return HostBatch(
         micros=micros,
         target_count=sum(int(np.count_nonzero(m.targets != IGNORE_INDEX)) for m in micros),
         tokens=sum(m.inputs.size for m in micros),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from forge import ops
-from forge.errors import ConfigError
+from forge.errors import ConfigError, attribute_hints
 from forge.ops.token import decodes_by_token
 from forge.params import Int8Params, Params
 from forge.tensor import Device, Shape, Tensor, tensor, zeros
@@ -42,11 +42,12 @@ BLOCK = (
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The size of a GPT-2. Raises `ConfigError` where heads do not divide the width.
+    """The size of a GPT-2. Raises `ConfigError` out of range, as where heads do not fit.
 
     `init_std` is the spread of the initial weights, by default sqrt(2 / (5 C)): 0.056 for C = 128
-    and 0.023 for C = 768, where Hugging Face has 0.02 for all. The `pdrop`s are dropout
-    probabilities: of embeddings, of what each branch adds, and of attention.
+    and 0.023 for C = 768, where Hugging Face has 0.02 for all. Dropout is three probabilities below
+    1, by Hugging Face's names: `embd_pdrop` of embeddings, `resid_pdrop` of what each branch adds,
+    `attn_pdrop` of attention. It is applied where the model's functions are given `rng`.
     """
 
     vocab_size: int = 50257
@@ -68,6 +69,10 @@ class GPT2Config:
                 f"vocab_size={self.vocab_size} block_size={self.block_size} "
                 f"n_layer={self.n_layer} n_head={self.n_head} n_embd={self.n_embd}"
             )
+        for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop"):
+            p = getattr(self, name)
+            if not 0.0 <= p < 1.0:
+                raise ConfigError(f"[gpt2] expected a probability 0 <= {name} < 1, got {p}")
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,23 @@ class Cache:
 
 @dataclass(frozen=True)
 class GPT2:
-    """The functions of a GPT-2 of one size; it holds no state."""
+    """The functions of a GPT-2 of one size; it holds no state, so all take the parameters."""
 
     config: GPT2Config
+
+    __getattr__ = attribute_hints(
+        {
+            "eval": "model.loss(params, ids, targets) without rng, which alone turns dropout on",
+            "forward": "model.logits(params, ids), or model.loss(params, ids, targets)",
+            "generate": "forge.generate.generate(model, params.compute, prompts, 200, sampling)",
+            "load_state_dict": "params.load_(arrays), with params from model.zeros(device)",
+            "named_parameters": "model.shapes(), or params.items() with params from model.zeros",
+            "parameters": "params = model.zeros(device); params.load_(model.init(seed))",
+            "state_dict": "params.numpy(), with params from model.zeros(device)",
+            "to": "model.zeros(device), whose parameters are on it",
+            "train": "model.loss(params, ids, targets, rng=…), which turns dropout on",
+        }
+    )
 
     def shapes(self) -> dict[str, Shape]:
         """Name and shape of every parameter, in model order."""

@@ -1,5 +1,9 @@
 """The ops: functions that run on Tensors and are recorded on Vars."""
 
+from typing import TYPE_CHECKING, Any
+
+from forge.errors import nearest
+
 # `operators` attaches + - * / @ and indexing to Tensor and Var.
 from forge.ops import operators as operators
 from forge.ops.attention import (
@@ -110,3 +114,25 @@ __all__ = [
     "unsplit_heads",
     "where",
 ]
+
+# What other libraries call what is here, or how it is made of what is here.
+_ELSEWHERE = {
+    "cat": "ops.concat(*xs)",
+    "layer_norm": "ops.layernorm(x, gamma, beta)",
+    "log_softmax": "ops.cross_entropy(logits, targets), which takes logits",
+    "permute": "ops.transpose(x, axes)",
+    "relu": "ops.maximum(x, ops.scale(x, 0.0)), or ops.gelu(x)",
+    "scaled_dot_product_attention": "ops.attention(qkv, n_head)",
+    "sigmoid": "1.0 / (1.0 + ops.exp(-x))",
+    "sqrt": "ops.exp(ops.scale(ops.log(x), 0.5))",
+    "squeeze": "ops.reshape(x, shape)",
+    "unsqueeze": "ops.reshape(x, shape)",
+    "view": "ops.reshape(x, shape)",
+}
+
+# Not for mypy, which would take any name for one that is here.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        hint = f"write {_ELSEWHERE[name]}" if name in _ELSEWHERE else nearest(name, __all__)
+        raise AttributeError(f"[ops] expected an op, got {name!r}; {hint}")

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from forge.autograd.node import NodeView, Primitive, Remake, Var
 from forge.autograd.tape import Tape
-from forge.errors import ArgumentError, DtypeError
+from forge.errors import ArgumentError, DtypeError, no_single_name
 from forge.tensor import Tensor
 
 __all__ = ["Op", "Record", "op"]
@@ -76,6 +76,8 @@ def op(
     """
 
     def decorate(body: Callable[..., Any]) -> Op:
+        for names in (saves, outputs):
+            no_single_name(name or body.__name__, names, ArgumentError)
         parameters = inspect.signature(body).parameters
         public = inspect.signature(body).replace(
             parameters=[p for p in parameters.values() if p.name != "record"]

@@ -120,7 +120,8 @@ def linear(
     k, m = w.shape
     if x.ndim == 0 or x.shape[-1] != k:
         raise ShapeError(
-            f"[linear] expected x [..., K] and w [K, M], got {check.describe({'x': x, 'w': w})}"
+            f"[linear] expected x [..., K] and w [K, M], got {check.describe({'x': x, 'w': w})}; "
+            + _disagreement("K", x=x, w=w)
         )
     if bias is not None:
         check.shape("linear", "bias", bias.shape, (m,))
@@ -152,6 +153,18 @@ def _(node: Any, dy: Any) -> dict[str, Any]:
         dbias = node.into("bias")
         dy = gelu_backward(pre, dy, form=node.gelu, into_bias=dbias)
     return _layer_gradients(node, dy, dbias)
+
+
+def _disagreement(size: str, **pair: Tensor) -> str:
+    """For a message: where a Tensor's width is not its matrix's; a matrix may be as PyTorch's."""
+    (name, x), (matrix, w) = pair.items()
+    if x.shape[-1:] == w.shape[:1]:
+        return ""
+    width = x.shape[-1] if x.shape else "missing"
+    turned = f", where weights are [in, out]: ops.transpose({matrix}, (1, 0))"
+    return f"{size} is {width} in {name} and {w.shape[0]} in {matrix}" + (
+        turned if w.shape[1] == width else ""
+    )
 
 
 def _layer_gradients(node: Any, dy: Any, dbias: Any) -> dict[str, Any]:
@@ -209,7 +222,8 @@ def mlp(
     if x.ndim == 0 or x.shape[-1] != w.shape[0] or w.shape[1] != w_out.shape[0]:
         raise ShapeError(
             f"[mlp] expected x [..., K], w [K, M] and w_out [M, N], got "
-            f"{check.describe({'x': x, 'w': w, 'w_out': w_out})}"
+            f"{check.describe({'x': x, 'w': w, 'w_out': w_out})}; "
+            + (_disagreement("K", x=x, w=w) or _disagreement("M", w=w, w_out=w_out))
         )
     for name, value, width in (("bias", bias, w.shape[1]), ("bias_out", bias_out, w_out.shape[1])):
         if value is not None:

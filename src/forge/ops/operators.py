@@ -12,7 +12,7 @@ from forge.autograd.tape import Tape
 from forge.backends.capture import eager
 from forge.backends.registry import kernels
 from forge.dtypes import accumulator
-from forge.errors import ShapeError
+from forge.errors import DtypeError, ShapeError
 from forge.ops.embedding import take
 from forge.ops.linear import matmul
 from forge.ops.pointwise import add, cast, div, mul, neg, scale, sub
@@ -67,6 +67,13 @@ def index(x: Any, key: Any) -> Any:
     return reshape(x, tuple(kept)) if len(kept) < len(shape) else x
 
 
+def _compare(x: Any, y: Any) -> Any:
+    raise DtypeError(
+        f"[compare] expected numbers, got a {type(x).__name__}; compare what x.item() reads, or "
+        "make a mask for ops.where of x.numpy()"
+    )
+
+
 OPERATORS = {
     "__add__": lambda x, y: add(x, _lift(y, x)),
     "__radd__": lambda x, y: add(_lift(y, x), x),
@@ -79,6 +86,7 @@ OPERATORS = {
     "__neg__": lambda x: neg(x),
     "__matmul__": lambda x, y: matmul(x, y),
     "__getitem__": index,
+    **dict.fromkeys(("__lt__", "__le__", "__gt__", "__ge__"), _compare),
     # NumPy's numbers and arrays on the left leave the operation to ours, instead of making arrays.
     "__array_ufunc__": None,
     "__iter__": lambda x: (index(x, i) for i in range(x.shape[0])),

@@ -10,7 +10,7 @@ import numpy as np
 from forge import training
 from forge.checkpoint import Checkpoint
 from forge.config import Config
-from forge.data.loader import Batch, Loader, Validation
+from forge.data.loader import HostBatch, Loader, Validation
 from forge.data.text import Dataset
 from forge.errors import NonFiniteError
 from forge.graph import Captured
@@ -97,7 +97,7 @@ class Trainer:
         self._train_step: Callable[..., training.StepResult] = training.train_step
         if not config.eager:
             self._train_step = Captured(training.train_step, device, varying=("batch", "state"))
-        self._ahead: tuple[int, Batch] | None = None
+        self._ahead: tuple[int, HostBatch] | None = None
         self.step = 0
         self.sample = 0
         if checkpoint is None:
@@ -120,11 +120,11 @@ class Trainer:
         self.sample = host.next_index
         return Step(float(result.loss), lr, float(result.norm), host.tokens)
 
-    def _batch(self, sample: int) -> Batch:
+    def _batch(self, sample: int) -> HostBatch:
         """The batch that begins at a sample, which may be the one prepared ahead."""
         if self._ahead is not None and self._ahead[0] == sample:
             return self._ahead[1]
-        return self.loader.batch(sample, self.micro_batch)
+        return self.loader.batch(first_sample=sample, micro_batch=self.micro_batch)
 
     def evaluate(self, stop: Callable[[], bool] = lambda: False) -> float | None:
         """Mean loss on the held-out tokens, in nats per token; None once `stop` says so.
@@ -166,7 +166,7 @@ class Trainer:
             )
         self.step = checkpoint.step
         self.sample = read(checkpoint).sample
-        self.optimizer.step = tensor(self.step, "int64", self.device)
+        self.optimizer.updates = tensor(self.step, "int64", self.device)
 
     def _explain(
         self, batch: training.Batch, state: training.State, result: training.StepResult

@@ -68,7 +68,7 @@ class Training:
         self._loader = Loader(tokens.astype(np.uint16), length, batch, 0)
         self._batch = batch
         self._number = 0
-        self._host = self._loader.batch(0)
+        self._host = self._loader.batch(first_sample=0)
         self.eager(captured=True)
 
     def eager(self, *, captured: bool = False) -> None:
@@ -83,7 +83,7 @@ class Training:
         result = self._step(*self._arguments())
         self._number += 1
         # A GPU computes meanwhile.
-        self._host = self._loader.batch(self._number * self._batch)
+        self._host = self._loader.batch(first_sample=self._number * self._batch)
         return result
 
     def repeating(self) -> Callable[[], training.StepResult]:
