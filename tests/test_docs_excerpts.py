@@ -5,7 +5,13 @@ import io
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from forge import Device, Tape, tensor
+from forge.config import Config
+from forge.models import GPT2, GPT2Config
+from forge.models.gpt2 import Rng
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -57,7 +63,10 @@ def test_excerpts_are_checked() -> None:
 
 
 @pytest.mark.parametrize("page", RUNNING)
-def test_the_code_runs_and_prints_what_is_shown(page: str) -> None:
+def test_the_code_runs_and_prints_what_is_shown(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Some of it writes files.
     scope: dict[str, object] = {"__name__": "docs"}
     printed = ""
     ran = 0
@@ -71,6 +80,42 @@ def test_the_code_runs_and_prints_what_is_shown(page: str) -> None:
         elif head == "text output":
             assert text == printed
     assert ran >= 2
+
+
+def test_the_tour_lists_all_values_of_a_gpt_2_that_can_be_dropped() -> None:
+    page = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+    table = page.split("## What can be dropped")[1]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE)
+    config = GPT2Config(11, 8, 2, 2, 8, embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1)
+    model, key = GPT2(config), Rng(tensor(np.array([1, 2])))
+    params = model.zeros(Device("cpu"))
+    ids = tensor(np.zeros((3, 8), np.int64))
+
+    def recorded(*names: str) -> Tape:
+        tape = Tape(recompute=names)
+        model.loss(params.leaves(tape), ids, ids, rng=key)
+        return tape
+
+    made = {node.op.name: list(node.op.made) for node in recorded().nodes}
+    assert {op: re.findall(r"`(\w+)`", values) for op, values in rows} == made
+
+    def saved(*names: str) -> int:
+        return int(recorded(*names).summary().split()[-1].replace(",", ""))
+
+    # The last add_layernorm's y is the head's, which keeps no inputs.
+    C, blocks = 4 * ids.size * config.n_embd, config.n_layer
+    freed = {"linear.out": 3 * blocks, "attention.out": blocks, "add_layernorm.y": 2 * blocks - 1}
+    for name, width in (freed | {"mlp.pre": 4 * blocks, "mlp.hidden": 4 * blocks}).items():
+        assert saved() - saved(name) == width * C, name
+    assert saved() - saved("mlp.pre", "mlp.hidden") == 8 * blocks * C
+
+
+def test_the_settings_that_a_run_may_leave_out_are_listed() -> None:
+    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `config\.toml` \| (.*) \|$", text, re.MULTILINE)
+    resolved = vars(Config().resolved(vocab_size=256))
+    unset = {name for name, value in resolved.items() if value is None}
+    assert set(re.findall(r"`(\w+)`", row)) == unset
 
 
 def test_the_output_of_verify_is_what_it_prints(
