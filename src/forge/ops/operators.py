@@ -68,9 +68,10 @@ def index(x: Any, key: Any) -> Any:
 
 
 def _compare(x: Any, y: Any) -> Any:
+    value = "x.value" if isinstance(x, Var) else "x"
     raise DtypeError(
-        f"[compare] expected numbers, got a {type(x).__name__}; compare what x.item() reads, or "
-        "make a mask for ops.where of x.numpy()"
+        f"[compare] expected numbers, got a {type(x).__name__}; compare {value}.item(), or make a "
+        f"mask for ops.where of {value}.numpy()"
     )
 
 
