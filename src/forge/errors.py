@@ -65,21 +65,6 @@ class CheckpointError(ForgeError, RuntimeError):
     """A checkpoint that is absent, torn, edited or of another format."""
 
 
-def nearest(word: str, words: Collection[str]) -> str:
-    """A hint for a misspelt name: the one of `words` that it begins or is near to, or some."""
-    longer = [each for each in words if word and each.startswith(word)]
-    for match in longer or difflib.get_close_matches(word, list(words), n=1):
-        return f"did you mean {match}?"
-    some = list(words)[:5]
-    return f"choose from: {', '.join(some)}{', …' if len(words) > len(some) else ''}"
-
-
-def no_single_name(op: str, names: Iterable[str], error: type[ForgeError]) -> None:
-    """Raise `error` for a str where names are expected: it would be taken letter by letter."""
-    if isinstance(names, str):
-        raise error(f"[{op}] expected several names, got the str {names!r}; pass ({names!r},)")
-
-
 # What other libraries have as attributes of an array.
 _ELSEWHERE = {
     "T": "ops.transpose(x, (1, 0))",
@@ -131,3 +116,18 @@ def _absent(kind: str, name: str, hint: str | None) -> AttributeError:
         f"[{kind}] expected an attribute of {article} {kind}, got {name!r}"
         + (f"; write {hint}" if hint else "")
     )
+
+
+def nearest(word: str, words: Collection[str]) -> str:
+    """A hint for a misspelt name: the one of `words` that it begins or is near to, or some."""
+    longer = [each for each in words if word and each.startswith(word)]
+    for match in longer or difflib.get_close_matches(word, list(words), n=1):
+        return f"did you mean {match}?"
+    some = list(words)[:5]
+    return f"choose from: {', '.join(some)}{', …' if len(words) > len(some) else ''}"
+
+
+def no_single_name(op: str, names: Iterable[str], error: type[ForgeError]) -> None:
+    """Raise `error` for a str where names are expected: it would be taken letter by letter."""
+    if isinstance(names, str):
+        raise error(f"[{op}] expected several names, got the str {names!r}; pass ({names!r},)")
