@@ -1,7 +1,9 @@
 """Runs that are killed, stopped and resumed: real processes, the same bits as if undisturbed."""
 
+import errno
 import json
 import os
+import pty
 import resource
 import shutil
 import signal
@@ -15,6 +17,8 @@ import pytest
 from forge import checkpoint
 from forge.cli import main
 from forge.run import metrics
+from forge.run.interrupt import Interrupt
+from forge.run.report import Told
 
 STEPS = 120
 SETTINGS = {
@@ -126,12 +130,15 @@ def test_on_the_cpu_too_and_on_any_number_of_threads(tmp_path, capsys):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_asked_to_stop_it_writes_a_checkpoint(straight, tmp_path, number):
     folder = tmp_path / "run"
     with start(*flags(checkpoint_every=0), f"--out={folder}") as process:
         until(lambda: lines(folder) > 20)
         process.send_signal(number)
+        if number == signal.SIGHUP:
+            # The shell and the system each send one: the second is not impatience.
+            process.send_signal(number)
         out, error = process.communicate(timeout=30)
     assert process.returncode == 130
     assert error == ""
@@ -140,6 +147,132 @@ def test_asked_to_stop_it_writes_a_checkpoint(straight, tmp_path, number):
     run("--resume", f"--out={folder}")
     assert weights(folder) == weights(straight)
     assert logged(folder) == logged(straight)
+
+
+def ignore_hangup():
+    """What nohup does before it starts a program."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_under_nohup_a_hangup_is_nothing(straight, tmp_path):
+    folder = tmp_path / "run"
+    with start(*flags(), f"--out={folder}", preexec_fn=ignore_hangup) as process:
+        for count in (0, 20):
+            until(lambda count=count: lines(folder) > count)
+            process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert weights(folder) == weights(straight)
+
+
+def test_a_reader_that_leaves_ends_a_training_with_a_checkpoint(straight, tmp_path):
+    folder = tmp_path / "run"
+    with start(*flags(checkpoint_every=0), f"--out={folder}") as process:
+        until(lambda: lines(folder) > 20)
+        process.stdout.close()
+        error = process.stderr.read()
+        process.wait(timeout=30)
+    assert process.returncode == 130
+    step = checkpoint.load(checkpoint.newest(folder / "checkpoints")).step
+    assert error == (
+        "forge: [train] expected a reader of what it prints, got none any more, and stopped at "
+        f"step {step}; go on with: forge train --resume --out {folder}\n"
+    )
+    run("--resume", f"--out={folder}")
+    assert weights(folder) == weights(straight)
+    assert logged(folder) == logged(straight)
+
+
+def test_a_reader_that_was_never_there(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "forge", "train", *flags(steps=3), f"--out={tmp_path / 'run'}"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=30)
+    os.close(write)
+    assert done.returncode == 130
+    assert "stopped at step 0; go on with: forge train --resume --out" in done.stderr
+    assert done.stderr.count("\n") == 1
+    run("--resume", f"--out={tmp_path / 'run'}")
+
+
+def test_a_terminal_that_goes_ends_a_training_with_a_checkpoint(straight, tmp_path):
+    """A dropped connection: SIGHUP, and whatever is written to the terminal fails."""
+    folder = tmp_path / "run"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = [sys.executable, "-m", "forge", "train", *flags(checkpoint_every=0)]
+        os.execv(sys.executable, [*command, f"--out={folder}"])
+    until(lambda: lines(folder) > 20)
+    os.close(terminal)
+    ended = []
+
+    def gone():
+        ended[:] = os.waitpid(pid, os.WNOHANG)
+        return ended[0] == pid
+
+    until(gone)
+    assert os.waitstatus_to_exitcode(ended[1]) == 130
+    assert checkpoint.load(checkpoint.newest(folder / "checkpoints")).step >= 20
+    run("--resume", f"--out={folder}")
+    assert weights(folder) == weights(straight)
+    assert logged(folder) == logged(straight)
+
+
+def test_output_that_cannot_be_written_ends_a_training_with_a_checkpoint(tmp_path):
+    """To a full disk, say, while the run's own has room."""
+    folder = tmp_path / "run"
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+
+    # Room for the settings and some steps of 70 bytes; the run's own files stay below the limit.
+    text = tmp_path / "log.txt"
+    text.write_bytes(b"-" * ((1 << 16) - 4096))
+    command = [sys.executable, "-m", "forge", "train", *flags(n_embd=4, checkpoint_every=0)]
+    with text.open("ab") as log:
+        done = subprocess.run(
+            [*command, f"--out={folder}"],
+            stdout=log,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=limited,
+            timeout=30,
+        )
+    assert done.returncode == 4, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert checkpoint.load(checkpoint.newest(folder / "checkpoints")).step < STEPS
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EPIPE, BrokenPipeError),
+        (errno.EIO, BrokenPipeError),
+        (errno.ENOSPC, OSError),
+    ],
+)
+def test_a_reporter_that_fails_is_told_nothing_more(number, kind):
+    said = []
+
+    class Failing:
+        def notice(self, text):
+            said.append(text)
+            raise OSError(number, os.strerror(number))
+
+        def evaluated(self, step, val_loss):
+            said.append(step)
+
+    stop = Interrupt(lambda: None)
+    told = Told(Failing(), stop)
+    told.settle()
+    told.evaluated(1, 2.0)
+    assert not stop.requested
+    told.notice("a")
+    told.evaluated(2, 2.0)
+    assert stop.requested
+    assert said == [1, "a"]
+    with pytest.raises(kind):
+        told.settle()
 
 
 def test_asked_twice_it_leaves_at_once(tmp_path):

@@ -6,7 +6,6 @@ A command is imported when it is called, so that `forge --help` starts at once.
 from __future__ import annotations
 
 import io
-import os
 import signal
 import sys
 import traceback
@@ -16,9 +15,10 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, UnknownOptionError
 
+from forge.cli.output import ReaderLeftError, silence
 from forge.config import ELSEWHERE
 from forge.errors import DeviceLostError, ForgeError, NonFiniteError, OutOfMemoryError
-from forge.run.interrupt import EXIT_INTERRUPTED, leave
+from forge.run.interrupt import EXIT_INTERRUPTED, heeded, leave
 
 # Exit codes, which scripts may rely on; 1 is `verify`'s, for a check that failed. BUG is sysexits'
 # EX_SOFTWARE: a mistake in Forge itself.
@@ -26,7 +26,8 @@ DONE, USER, NON_FINITE, MACHINE, BUG = 0, 2, 3, 4, 70
 
 EPILOGUE = """\
 Exit codes: 0 done, 1 a check failed, 2 a mistake in what was asked, 3 stopped on a number that \
-is not finite, 4 the machine failed (disk, memory, GPU), 130 interrupted. With --debug an error \
+is not finite, 4 the machine failed (disk, memory, GPU), 130 interrupted (Ctrl-C, SIGTERM, SIGHUP, \
+or a reader of a training's output that left). With --debug an error \
 shows where in the code it happened."""
 
 
@@ -59,7 +60,8 @@ def make_app(called: str = "") -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns its exit code."""
     if arguments is None:
-        signal.signal(signal.SIGTERM, leave)
+        for number in heeded(signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, leave)
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -68,13 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     if debug:
         words.remove("--debug")
+    code: Any = DONE
     try:
         code = make_app(*words[:1])(words, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except BrokenPipeError:
         # Who read our output has left, as `head` does: nothing is wrong, and nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
+        silence(sys.stdout)
+    except ReaderLeftError as error:
+        return _report(error, EXIT_INTERRUPTED)
     except (KeyboardInterrupt, BdbQuit):
         return _report("interrupted", EXIT_INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - each is reported, and decides the exit code
@@ -121,5 +125,14 @@ def _machine(error: OSError) -> str:
 
 
 def _report(text: Any, code: int) -> int:
-    print(f"forge: {' '.join(str(text).split())}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What its buffer still holds would fail again when Python ends, with an exit code of 120.
+        silence(sys.stdout)
+    try:
+        print(f"forge: {' '.join(str(text).split())}", file=sys.stderr)
+    except OSError:
+        # It was a terminal that is gone, and nobody is left to tell: the code says it alone.
+        silence(sys.stderr)
     return code

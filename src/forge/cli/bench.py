@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from forge.cli.flags import INTEGER, JSON
 from forge.cli.machine import place
+from forge.cli.output import Console
 from forge.cli.summary import row
 from forge.errors import ArgumentError
 from forge.run import bench as measuring
@@ -179,4 +179,4 @@ def _table(profile: Profile) -> None:
         add(sum(r.seconds for r in rest), f"{sum(r.calls for r in rest):.0f}", "all other kernels")
     if profile.outside is not None:
         add(profile.outside, "", "outside of kernels")
-    Console(highlight=False, soft_wrap=True).print(table, markup=False)
+    Console(soft_wrap=True).print(table, markup=False)

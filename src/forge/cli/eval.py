@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.progress import Progress
 
 from forge.cli.flags import INTEGER, JSON
 from forge.cli.machine import place
+from forge.cli.output import Console
 from forge.data.text import load_dataset, read_text
 from forge.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 from forge.errors import DataError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-from rich.console import Console
 from rich.table import Table
 
 from forge.backends import registry
 from forge.cli.flags import JSON
+from forge.cli.output import Console
 
 
 def kernels(*, json_: Annotated[bool, JSON] = False) -> int:
@@ -37,5 +37,5 @@ def kernels(*, json_: Annotated[bool, JSON] = False) -> int:
         table.add_column(f"{device}\n{dtype}")
     for kernel in names:
         table.add_row(kernel, *(served[kernel, *column] for column in columns))
-    Console(highlight=False).print(table)
+    Console().print(table)
     return 0

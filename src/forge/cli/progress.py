@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from forge.cli.output import Console, silence
 from forge.run.trainer import Step
 
 # From tokens per second to words, with two spaces behind, or to nothing.
@@ -94,7 +94,15 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, BrokenPipeError):
+            # The terminal is gone, and what ends the bar would fail as well.
+            silence(sys.stdout)
         self._progress.stop()
 
     def notice(self, text: str) -> None:

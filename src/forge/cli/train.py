@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
-from rich.console import Console
 
 from forge.backends import registry
 from forge.cli.flags import Flags, given
+from forge.cli.output import Console, ReaderLeftError
 from forge.cli.progress import Mfu, reporter
 from forge.cli.summary import conclude, introduce, row
 from forge.run import choices, speed
@@ -33,7 +33,9 @@ def train(
     """Train a GPT; with nothing else, on text that this machine already has.
 
     Every setting is a flag here and a key of the same name, with `_` for `-`, in CONFIG.toml;
-    flags win.
+    flags win. Ctrl-C, SIGTERM, SIGHUP (a dropped terminal; not under nohup), and a reader of its
+    output that leaves, as `| head` does, finish the step and write a checkpoint, which --resume
+    goes on from.
 
     Parameters
     ----------
@@ -57,14 +59,21 @@ def train(
                 "train on with a larger --steps"
             )
             return 0
-        introduce(run)
-        mfu = _mfu(run)
-        console = Console(highlight=False, soft_wrap=True)
-        with reporter(console, run.trainer.step, run.config.steps, mfu) as report:
-            finished = run.train(report)
+        again = f"forge train --resume --out {run.folder.path}"
+        try:
+            introduce(run)
+            mfu = _mfu(run)
+            console = Console(soft_wrap=True)
+            with reporter(console, run.trainer.step, run.config.steps, mfu) as report:
+                finished = run.train(report)
+        except BrokenPipeError as error:
+            raise ReaderLeftError(
+                "[train] expected a reader of what it prints, got none any more, and stopped at "
+                f"step {run.trainer.step}; go on with: {again}"
+            ) from error
         if not finished:
             print(f"Stopped at step {run.trainer.step}; go on with")
-            print(f"  forge train --resume --out {run.folder.path}")
+            print(f"  {again}")
             return EXIT_INTERRUPTED
         conclude(run)
     return 0

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from forge import verify as table
 from forge.cli.flags import JSON, REPEATED
+from forge.cli.output import Console, ReaderLeftError, silence
+from forge.models import GPT2Config
 from forge.run import choices, model
+from forge.tensor import Device
 
 _LINE = "{:24} {:9} {:>5} {:>9} {:>9} {}"
 
@@ -48,10 +51,37 @@ def verify(
     if not op:
         choices.prepare(place, "all")
     start = time.perf_counter()
+    try:
+        results = _check(place, reason, op, shapes, verbose, json_)
+    except BrokenPipeError as error:
+        # Exit code 0 would say that all passed.
+        raise ReaderLeftError(
+            "[verify] expected a reader of the verdicts, got none any more, and checked no further"
+        ) from error
+    failed = sum(not result.ok for result in results)
+    seconds = time.perf_counter() - start
+    summary = f"{len(results)} cases, {failed} failed, {seconds:.0f} s"
+    try:
+        print(table.as_json(results) if json_ else summary, flush=True)
+    except BrokenPipeError:
+        # All is checked: the exit code says how it went, read or not.
+        silence(sys.stdout)
+    return 1 if failed else 0
+
+
+def _check(
+    place: Device,
+    reason: str,
+    ops: tuple[str, ...],
+    shapes: GPT2Config | None,
+    verbose: bool,
+    json_: bool,
+) -> list[table.Result]:
+    """Check, and show what was found of each op, unless it will be a document."""
     results: list[table.Result] = []
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(soft_wrap=True)
     # The cases of an op come one after the other.
-    for name, cases in groupby(table.run(place, ops=op or None, model=shapes), lambda r: r.op):
+    for name, cases in groupby(table.run(place, ops=ops or None, model=shapes), lambda r: r.op):
         of_op = list(cases)
         if not results and not json_:
             console.print(f"device {place.name} ({reason})")
@@ -61,13 +91,7 @@ def verify(
             continue
         for dtype in dict.fromkeys(result.dtype for result in of_op):
             _show(console, name, dtype, [r for r in of_op if r.dtype == dtype], verbose)
-    failed = sum(not result.ok for result in results)
-    if json_:
-        print(table.as_json(results))
-    else:
-        seconds = time.perf_counter() - start
-        console.print(f"{len(results)} cases, {failed} failed, {seconds:.0f} s")
-    return 1 if failed else 0
+    return results
 
 
 def _show(

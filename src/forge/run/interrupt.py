@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, asked politely."""
+"""Ctrl-C, SIGTERM and SIGHUP, asked politely."""
 
 from __future__ import annotations
 
@@ -12,27 +12,42 @@ from typing import Any
 EXIT_INTERRUPTED = 130
 
 
+def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Those of the signals that count: not a SIGHUP that is ignored, as nohup asks for."""
+    return [
+        number
+        for number in numbers
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
+
+
 def leave(number: int, frame: FrameType | None) -> None:
-    """A handler of SIGTERM for commands that have nothing to save: as Ctrl-C."""
+    """A handler of SIGTERM and SIGHUP for commands that have nothing to save: as Ctrl-C."""
+    if number == signal.SIGHUP:
+        # The shell and the system each send one when a terminal goes.
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 class Interrupt:
-    """While entered, the first Ctrl-C or SIGTERM sets `requested`; the second leaves at once.
+    """While entered, the first Ctrl-C, SIGTERM or SIGHUP sets `requested`.
 
-    `notify` is called at the first one. Off the main thread, where Python can't handle signals, it
-    does nothing.
+    A second Ctrl-C or SIGTERM leaves at once. SIGHUP never does, nor counts as a first one: when a
+    terminal goes, the shell and the system each send one, and a session's end SIGTERM as well. One
+    that is ignored stays so. `notify` is called once. Off the main thread, where Python can't
+    handle signals, it does nothing.
     """
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self.requested = False
+        self._impatient = False
         self._notify = notify
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is not threading.main_thread():
             return self
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -46,8 +61,15 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            # Not SystemExit: that would wait for the checkpoint being written.
-            os._exit(EXIT_INTERRUPTED)
+        if number != signal.SIGHUP:
+            if self._impatient:
+                # Not SystemExit: that would wait for the checkpoint being written.
+                os._exit(EXIT_INTERRUPTED)
+            self._impatient = True
+        if not self.requested:
+            self.requested = True
+            self._notify()
+
+    def request(self) -> None:
+        """Set `requested`, which no signal did."""
         self.requested = True
-        self._notify()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,22 +17,10 @@ from forge.run import choices, metrics
 from forge.run.events import Events
 from forge.run.folder import RunFolder
 from forge.run.interrupt import Interrupt
+from forge.run.report import Reporter, Told
 from forge.run.stored import Stored, read
 from forge.run.trainer import Step, Trainer
 from forge.run.writer import Writer
-
-
-class Reporter(Protocol):
-    """What a run tells while it goes on."""
-
-    def notice(self, text: str) -> None:
-        """Something the user should know."""
-
-    def step(self, step: int, done: Step, tokens_per_s: float, *, logged: bool) -> None:
-        """A step was made; `logged`: it also went into `metrics.jsonl`."""
-
-    def evaluated(self, step: int, val_loss: float) -> None:
-        """The held-out loss was measured, in nats per token."""
 
 
 class Session:
@@ -81,26 +69,31 @@ class Session:
     def train(self, reporter: Reporter) -> bool:
         """Make the steps that are left; returns whether all were made.
 
-        False: Ctrl-C or SIGTERM stopped it, with a checkpoint written. Raises `NonFiniteError`,
-        with a checkpoint of the weights before it written, and `OSError` where the disk fails.
+        False: Ctrl-C, SIGTERM or SIGHUP stopped it, with a checkpoint written. Raises
+        `NonFiniteError`, with a checkpoint of the weights before it written; what the reporter
+        fails with, also after a checkpoint, as `BrokenPipeError` where its reader has left; and
+        `OSError` where the disk fails.
         """
         choices.prepare_training(self.config, self.trainer.device)
         writer = Writer(self.folder.checkpoints)
         log = Log(self.folder, self.trainer.step)
         asked = "stopping after this step, to write a checkpoint; again to leave at once"
+        stop = Interrupt(lambda: told.notice(asked))
+        told = Told(reporter, stop)
         with ExitStack() as stack:
             # The check after every step says what NumPy would only warn of.
             stack.enter_context(np.errstate(all="ignore"))
-            stop = stack.enter_context(Interrupt(lambda: reporter.notice(asked)))
+            stack.enter_context(stop)
             stack.callback(log.close)
             stack.callback(writer.close)
             try:
-                self._loop(reporter, writer, log, stop)
+                self._loop(told, writer, log, stop)
             except NonFiniteError:
                 # The weights are those before the step: good to look at, or to go on from.
                 self._save_last(writer, log)
                 raise
             self._save_last(writer, log)
+            told.settle()
             return not stop.requested
 
     def _loop(self, reporter: Reporter, writer: Writer, log: Log, stop: Interrupt) -> None:
