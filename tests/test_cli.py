@@ -189,6 +189,7 @@ MISTAKES = {
     "no folder to plot in": ("plot RUN --out {}/absent/a.png", "expected a folder for --out"),
     "nothing to plot": ("plot {}/folder --out {}/a.png", "expected to read"),
     "op": ("verify --op gelo", "did you mean gelu?"),
+    "op in capitals": ("verify --op MLP", "did you mean mlp?"),
     "another word for a device": ("verify --device gpu", "did you mean cuda?"),
     "verify's model": ("verify --model {}/absent", "which does not exist"),
 }

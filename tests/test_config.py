@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 from forge.config import (
     ELSEWHERE,
     FIELDS,
+    INSTEAD,
     Config,
     changed_mathematics,
     load_toml,
     nearest,
     read_toml,
+    setting_like,
     settings,
     to_toml,
 )
@@ -115,7 +118,32 @@ def test_wrong_type(name, value, kind):
 def test_names_of_other_programs_lead_to_settings():
     for word, name in ELSEWHERE.items():
         assert word not in FIELDS
-        assert nearest(word, FIELDS) == f"did you mean {name}?"
+        assert setting_like(word) == f"did you mean {name}?"
+        assert setting_like(word.replace("_", "-")) == f"did you mean {name}?"
+
+
+def test_settings_that_only_other_programs_have_are_explained():
+    for word, clause in INSTEAD.items():
+        assert word not in FIELDS | ELSEWHERE
+        assert setting_like(word) == clause
+        for flag in re.findall(r"--([a-z-]+)", clause):
+            assert flag.replace("-", "_") in FIELDS or flag == "resume"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("MLP", "did you mean mlp?"),
+        ("mpl", "did you mean mul or mlp?"),
+        ("Cached-Attention", "did you mean cached_attention?"),
+        ("atention", "did you mean attention, cached_attention or attention_backward?"),
+        ("t", "did you mean T?"),
+        ("xyz", "choose from: mlp, mul, attention, attention_backward, cached_attention, T"),
+    ],
+)
+def test_a_misspelt_word_gets_the_nearest_whatever_its_case(word, hint):
+    words = ("mlp", "mul", "attention", "attention_backward", "cached_attention", "T")
+    assert nearest(word, words) == hint
 
 
 def test_choices_hint_the_nearest():
@@ -212,6 +240,8 @@ def test_flags_win_over_the_file_before_anything_is_judged(tmp_path):
         ("n_layr = 4", "'n_layr'; did you mean n_layer?"),
         ("learning_rate = 1e-3", "'learning_rate'; did you mean lr?"),
         ("n-layer = 4", "'n-layer'; did you mean n_layer?"),
+        ("N_LAYER = 4", "'N_LAYER'; did you mean n_layer?"),
+        ("bias = false", "'bias'; every layer and norm has biases here, as in GPT-2"),
         ("zzz = 4", "'zzz'; choose from: n_layer, n_head"),
         ("[model]\nn_layer = 4", "flat keys in"),
         ('n_layer = "four"', "to be an integer, got 'four'"),

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -263,7 +263,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             )
         if name not in FIELDS:
             raise ConfigError(
-                f"[config] expected a setting in {path}, got {name!r}; {nearest(name, FIELDS)}"
+                f"[config] expected a setting in {path}, got {name!r}; {setting_like(name)}"
             )
         values[name] = _typed(name, value, f"{name} in {path}")
     return values
@@ -301,17 +301,40 @@ ELSEWHERE = {
     "max_grad_norm": "grad_clip",
     "adam_epsilon": "eps",
 }
+# … and what happens here where they have a setting and Forge has none.
+_LOGGED = "every run writes metrics.jsonl, and TensorBoard's events, into its folder"
+INSTEAD = {
+    "always_save_checkpoint": (
+        "a checkpoint is written every --checkpoint-every steps, and the best is kept too"
+    ),
+    "bias": "every layer and norm has biases here, as in GPT-2",
+    "compile": "every step is recorded once and replayed; --eager runs its Python each time",
+    "decay_lr": "the rate always falls by a cosine, unless --min-lr-ratio is 1",
+    "eval_only": "forge eval RUN measures a trained model",
+    "init_from": "--resume goes on with a run; all others begin with random weights",
+    "wandb_log": _LOGGED,
+    "wandb_project": _LOGGED,
+    "wandb_run_name": _LOGGED,
+}
 
 
-def nearest(word: str, words: Any) -> str:
-    """A hint for a misspelt word: the nearest of `words`, or all of them.
+def setting_like(word: str) -> str:
+    """A hint for a word that is no setting: by another program's name for one, or by spelling."""
+    name = word.replace("-", "_")
+    return INSTEAD.get(name) or nearest(ELSEWHERE.get(name, name), FIELDS)
 
-    What nanoGPT and transformers call a setting is nearest to its name here.
-    """
-    word = word.replace("-", "_")
-    known = [ELSEWHERE[word]] if ELSEWHERE.get(word) in words else []
-    matches = known or difflib.get_close_matches(word, list(words), n=1)
-    return f"did you mean {matches[0]}?" if matches else f"choose from: {', '.join(words)}"
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """A hint for a misspelt word, whatever its case: the nearest of `words`, or all of them."""
+    by_case = {each.lower(): each for each in words}
+    word = word.lower().replace("-", "_")
+    if word in by_case:
+        return f"did you mean {by_case[word]}?"
+    near = difflib.get_close_matches(word, by_case, n=3)
+    if not near:
+        return f"choose from: {', '.join(by_case.values())}"
+    *first, last = (by_case[each] for each in near)
+    return f"did you mean {', '.join(first) + ' or ' if first else ''}{last}?"
 
 
 _KINDS = {int: "an integer", float: "a number", str: "a path", bool: "true or false"}

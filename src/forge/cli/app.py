@@ -15,8 +15,8 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, UnknownOptionError
 
+from forge.cli.elsewhere import hint
 from forge.cli.output import ReaderLeftError, silence
-from forge.config import ELSEWHERE
 from forge.errors import DeviceLostError, ForgeError, NonFiniteError, OutOfMemoryError
 from forge.run.interrupt import EXIT_INTERRUPTED, heeded, leave
 
@@ -97,7 +97,7 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, ForgeError):
         return str(error), USER
     if isinstance(error, CycloptsError):
-        return f"[command line] {error}{_elsewhere(error)}", USER
+        return f"[command line] {_usage(error)}", USER
     if isinstance(error, MemoryError):
         return f"[memory] expected enough of it, got too little; {error}", MACHINE
     if isinstance(error, OSError):
@@ -106,14 +106,14 @@ def explain(error: Exception) -> tuple[str, int]:
     return f"[bug] {kind}: {error}; please report it with what --debug shows", BUG
 
 
-def _elsewhere(error: CycloptsError) -> str:
-    """A hint for an option that other programs call so, which the parser does not know of."""
-    if not isinstance(error, UnknownOptionError) or "Did you mean" in str(error):
-        return ""
-    word = (error.token.keyword or error.token.value).removeprefix("--").partition("=")[0]
-    here = "--" + ELSEWHERE.get(word.replace("-", "_"), "").replace("_", "-")
-    known = any(here in argument.names for argument in error.argument_collection)
-    return f" Did you mean {here}?" if known else ""
+def _usage(error: CycloptsError) -> str:
+    """The parser's words, with a hint of ours for what other programs have, before one of its."""
+    if isinstance(error, UnknownOptionError) and error.command_chain:
+        option = (error.token.keyword or error.token.value).partition("=")[0]
+        known = hint(error.command_chain[0], option)
+        if known:
+            return f"Unknown option: {option}{known}"
+    return str(error)
 
 
 def _machine(error: OSError) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge import checkpoint
-from forge.config import FIELDS, Config, changed_mathematics, nearest, read_toml, settings
+from forge.config import FIELDS, Config, changed_mathematics, read_toml, setting_like, settings
 from forge.data.text import Dataset, load_dataset
 from forge.data.tokenizer import ByteTokenizer, Tokenizer
 from forge.errors import ConfigError
@@ -146,7 +146,6 @@ def _field(name: str) -> str:
     field = name.replace("-", "_").strip("_")
     if field not in FIELDS:
         raise ConfigError(
-            f"[resume] expected a setting after --allow-change, got {name!r}; "
-            f"{nearest(name, FIELDS)}"
+            f"[resume] expected a setting after --allow-change, got {name!r}; {setting_like(name)}"
         )
     return field

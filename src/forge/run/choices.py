@@ -7,7 +7,6 @@ longer promised.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.metadata
 import json
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from forge import training
-from forge.config import Config
+from forge.config import Config, nearest
 from forge.errors import ConfigError, DeviceError
 from forge.run.trainer import model_of, optimizer_of
 from forge.tensor import Device, zeros
@@ -113,11 +112,8 @@ def find_device(name: str) -> tuple[Device, str]:
     Raises `DeviceError` for a device that is not there.
     """
     if name not in DEVICES:
-        near = ["cuda"] if "gpu" in name else difflib.get_close_matches(name, DEVICES, n=1)
-        raise DeviceError(
-            f"[device] expected {', '.join(DEVICES)}, got {name!r}; "
-            f"did you mean {(near or DEVICES)[0]}?"
-        )
+        near = nearest("cuda" if "gpu" in name.lower() else name, DEVICES)
+        raise DeviceError(f"[device] expected {', '.join(DEVICES)}, got {name!r}; {near}")
     if name != "auto":
         return Device(name), f"as --device {name} says"
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forge.backends import reference, registry
+from forge.config import nearest
 from forge.errors import ArgumentError
 from forge.tensor import Device
 from forge.verify.case import Case
@@ -79,9 +79,9 @@ def run(
     known = sorted({case.op for case in rows})
     for name in ops or ():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from: {', '.join(known)}"
-            raise ArgumentError(f"[verify] expected an op of the table, got {name!r}; {hint}")
+            raise ArgumentError(
+                f"[verify] expected an op of the table, got {name!r}; {nearest(name, known)}"
+            )
     first = {case.op: place for place, case in reversed([*enumerate(rows)])}
     for case in sorted(rows, key=lambda case: first[case.op]):
         if ops is None or case.op in ops:
