@@ -18,7 +18,7 @@ from cyclopts import App, CycloptsError, UnknownOptionError
 from forge.cli.elsewhere import hint
 from forge.cli.output import ReaderLeftError, silence
 from forge.errors import DeviceLostError, ForgeError, NonFiniteError, OutOfMemoryError
-from forge.run.interrupt import EXIT_INTERRUPTED, heeded, leave
+from forge.run.interrupt import EXIT_INTERRUPTED, leave, with_hangup
 
 # Exit codes, which scripts may rely on; 1 is `verify`'s, for a check that failed. BUG is sysexits'
 # EX_SOFTWARE: a mistake in Forge itself.
@@ -60,7 +60,7 @@ def make_app(called: str = "") -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns its exit code."""
     if arguments is None:
-        for number in heeded(signal.SIGTERM, signal.SIGHUP):
+        for number in with_hangup(signal.SIGTERM):
             signal.signal(number, leave)
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):

@@ -10,20 +10,19 @@ from types import FrameType, TracebackType
 from typing import Any
 
 EXIT_INTERRUPTED = 130
+# Windows has none.
+_HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
 
 
-def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Those of the signals that count: not a SIGHUP that is ignored, as nohup asks for."""
-    return [
-        number
-        for number in numbers
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-    ]
+def with_hangup(*numbers: signal.Signals) -> list[signal.Signals]:
+    """The signals, and SIGHUP unless it is ignored, as nohup has it."""
+    hangup = [] if _HANGUP is None or signal.getsignal(_HANGUP) == signal.SIG_IGN else [_HANGUP]
+    return [*numbers, *hangup]
 
 
 def leave(number: int, frame: FrameType | None) -> None:
     """A handler of SIGTERM and SIGHUP for commands that have nothing to save: as Ctrl-C."""
-    if number == signal.SIGHUP:
+    if number == _HANGUP:
         # The shell and the system each send one when a terminal goes.
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -47,7 +46,7 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is not threading.main_thread():
             return self
-        for number in heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in with_hangup(signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -61,7 +60,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP:
+        if number != _HANGUP:
             if self._impatient:
                 # Not SystemExit: that would wait for the checkpoint being written.
                 os._exit(EXIT_INTERRUPTED)
