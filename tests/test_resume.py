@@ -183,16 +183,22 @@ def test_a_reader_that_leaves_ends_a_training_with_a_checkpoint(straight, tmp_pa
     assert logged(folder) == logged(straight)
 
 
-def test_a_reader_that_was_never_there(tmp_path):
+def test_a_reader_that_was_never_there(tmp_path, capsys):
+    folder = tmp_path / "run"
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "forge", "train", *flags(steps=3), f"--out={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "forge", "train", *flags(steps=3), f"--out={folder}"]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=30)
     os.close(write)
     assert done.returncode == 130
     assert "stopped at step 0; go on with: forge train --resume --out" in done.stderr
     assert done.stderr.count("\n") == 1
-    run("--resume", f"--out={tmp_path / 'run'}")
+    assert main(["plot", str(folder), f"--out={tmp_path / 'a.png'}"]) == 2
+    assert capsys.readouterr().err == (
+        f"forge: [plot] expected logged steps, got none in {folder} yet; let it train for "
+        f"--log-every steps, or go on with: forge train --resume --out {folder}\n"
+    )
+    run("--resume", f"--out={folder}")
 
 
 def test_a_terminal_that_goes_ends_a_training_with_a_checkpoint(straight, tmp_path):
@@ -450,6 +456,31 @@ def test_resume_from_another_folder(straight, tmp_path, monkeypatch, capsys):
     code, said = resumed(capsys, os.path.relpath(straight), f"--steps={STEPS}")
     assert code == 0
     assert "run is at step 120 of 120 already" in said.out
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_text_that_moved_is_named_where_it_is_now(tmp_path, monkeypatch, capsys, own):
+    """A relative --data means another file, or none, when the command is called elsewhere."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    (first / "a.txt").write_text("a text that is long enough to learn from\n" * 100)
+    texts = {"data": "a.txt", **({"val_data": "a.txt"} if own else {})}
+    monkeypatch.chdir(first)
+    assert main(["train", *flags(**texts, steps=3), "--out=run"]) == 0
+    monkeypatch.chdir(second)
+    code, said = resumed(capsys, first / "run", "--steps=4")
+    assert code == 2
+    assert said.err == (
+        "forge: [resume] expected the run's text, got a path that does not exist: a.txt; paths "
+        f"begin at {second}: say with --data{' and --val-data' if own else ''} where it is now\n"
+    )
+    assert main(["eval", str(first / "run")]) == 2
+    assert "call it from where the run began, or name a text with" in capsys.readouterr().err
+    moved = [f"--{name.replace('_', '-')}=../first/a.txt" for name in texts]
+    assert resumed(capsys, first / "run", "--steps=4", *moved)[0] == 0
+    assert resumed(capsys, first / "run", "--steps=5")[0] == 0
+    assert main(["eval", str(first / "run"), "--device=reference"]) == 0
 
 
 def test_a_full_disk_under_the_logs_ends_the_run(tmp_path):

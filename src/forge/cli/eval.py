@@ -17,6 +17,7 @@ from forge.data.text import load_dataset, read_text
 from forge.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 from forge.errors import DataError
 from forge.run import evaluation, model
+from forge.run.begin import missing_texts
 
 
 def evaluate(
@@ -95,6 +96,12 @@ def _text(found: model.Trained, data: Path | None) -> tuple[str, Tokens]:
         text = read_text(data)
         return text.name, found.tokenizer.tokens(text.data)
     config = found.config
+    if missing := missing_texts(config):
+        raise DataError(
+            "[eval] expected the text that the run held out, got a path that does not exist: "
+            f"{getattr(config, missing[0])}; paths begin at {Path.cwd()}: call it from where the "
+            "run began, or name a text with --data"
+        )
     dataset = load_dataset(
         config.data, found.tokenizer, val_data=config.val_data, val_fraction=config.val_fraction
     )

@@ -11,7 +11,7 @@ from forge import checkpoint
 from forge.config import FIELDS, Config, changed_mathematics, read_toml, setting_like, settings
 from forge.data.text import Dataset, load_dataset
 from forge.data.tokenizer import ByteTokenizer, Tokenizer
-from forge.errors import ConfigError
+from forge.errors import ConfigError, DataError
 from forge.run import choices, metrics
 from forge.run.folder import RunFolder, create, reopen
 from forge.run.session import Session
@@ -56,6 +56,12 @@ def resume(file: Path | None, flags: Mapping[str, Any], allow_change: Collection
         raise
 
 
+def missing_texts(config: Config) -> list[str]:
+    """Names of the settings whose text is not where they say, as seen from this folder."""
+    texts = (("data", config.data), ("val_data", config.val_data))
+    return [name for name, path in texts if path is not None and not Path(path).exists()]
+
+
 def _reopened(folder: RunFolder, given: Mapping[str, Any], allowed: Collection[str]) -> Session:
     newest = folder.newest()
     saved = None if newest is None else checkpoint.load(newest)
@@ -69,6 +75,14 @@ def _reopened(folder: RunFolder, given: Mapping[str, Any], allowed: Collection[s
             f"{config.steps}; a shorter run is another run"
         )
     tokenizer = ByteTokenizer() if saved is None else read(saved).tokenizer
+    missing = [name for name in missing_texts(config) if name not in given]
+    if missing:
+        flags = " and ".join("--" + name.replace("_", "-") for name in missing)
+        raise DataError(
+            f"[resume] expected the run's text, got a path that does not exist: "
+            f"{getattr(config, missing[0])}; paths begin at {Path.cwd()}: say with {flags} where "
+            "it is now"
+        )
     dataset = _load_data(config, tokenizer)
     config = config.resolved(tokenizer.vocab_size)
     notices = []
