@@ -342,7 +342,7 @@ def test_every_default_names_peers_that_exist(scripts, device):
 def test_the_roofline_repeats_a_steps_calls_on_copies_of_their_operands(scripts, monkeypatch):
     """Without a GPU: the libraries' calls are stand-ins on the host's memory."""
     for package in ("nvmath", "cudnn", "triton", "cuda"):
-        pytest.importorskip(package, reason="needs the packages of forge-gpt[cuda]")
+        pytest.importorskip(package, reason="needs the packages of the extra cuda")
     import ctypes
     from types import SimpleNamespace
 

@@ -187,7 +187,9 @@ MISTAKES = {
     "nothing to score": ("eval RUN --data {}/empty.txt", "the empty file"),
     "suffix": ("plot RUN --out {}/a.pdf", "end in .png or .svg"),
     "no folder to plot in": ("plot RUN --out {}/absent/a.png", "expected a folder for --out"),
-    "nothing to plot": ("plot {}/folder --out {}/a.png", "expected to read"),
+    "no run to plot": ("plot {}/folder --out {}/a.png", "folder, which holds no run; name one"),
+    "nothing at all to plot": ("plot {}/absent --out {}/a.png", "a path that does not exist: "),
+    "nothing in a file": ("plot {}/empty.txt --out {}/a.png", "got none in "),
     "op": ("verify --op gelo", "did you mean gelu?"),
     "op in capitals": ("verify --op MLP", "did you mean mlp?"),
     "another word for a device": ("verify --device gpu", "did you mean cuda?"),
@@ -561,7 +563,7 @@ def test_plot_without_matplotlib(trained, call, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, error = call("plot", trained, f"--out={tmp_path / 'a.png'}")
     assert code == 2
-    assert "pip install 'forge-gpt[plot]'" in error
+    assert "got none; in a clone of Forge, pip install -e '.[plot]' installs" in error
 
 
 def test_kernels_prints_op_device_dtype_and_implementation(call):

@@ -36,6 +36,12 @@ class Runtime(types.SimpleNamespace):
         )
 
 
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver's library that loads: Python itself."""
+    monkeypatch.setattr(gpu, "DRIVER", None)
+
+
 @pytest.mark.parametrize(
     ("runtime", "message"),
     [
@@ -45,22 +51,31 @@ class Runtime(types.SimpleNamespace):
         (Runtime(major=7, minor=5), r"A card, compute capability 7\.5; Forge needs 8\.0"),
     ],
 )
-def test_a_gpu_that_cannot_be_used_says_why(monkeypatch, runtime, message):
+def test_a_gpu_that_cannot_be_used_says_why(monkeypatch, driver, runtime, message):
     monkeypatch.setattr(gpu, "PACKAGES", {"sys": "sys"})
     monkeypatch.setattr(gpu, "runtime", lambda: runtime)
     with pytest.raises(DeviceError, match=message):
         gpu.card.__wrapped__()
 
 
-def test_a_missing_package_is_named(monkeypatch):
+@pytest.mark.parametrize("packages", [{}, {"nowhere.at_all": "some-package"}])
+def test_without_a_driver_no_package_is_asked_for(monkeypatch, packages):
+    monkeypatch.setattr(gpu, "DRIVER", "libnowhere.so.1")
+    monkeypatch.setattr(gpu, "PACKAGES", packages)
+    with pytest.raises(DeviceError, match=r"no NVIDIA driver; install one, or use --device cpu"):
+        gpu.card.__wrapped__()
+
+
+def test_a_missing_package_is_named(monkeypatch, driver):
     monkeypatch.setattr(gpu, "PACKAGES", {"nowhere.at_all": "some-package"})
     with pytest.raises(
-        DeviceError, match=r"no package some-package; pip install 'forge-gpt\[cuda\]"
+        DeviceError,
+        match=r"no package some-package; in a clone of Forge, pip install -e '\.\[cuda\]'",
     ):
         gpu.card.__wrapped__()
 
 
-def test_a_usable_card_is_described(monkeypatch):
+def test_a_usable_card_is_described(monkeypatch, driver):
     monkeypatch.setattr(gpu, "PACKAGES", {})
     monkeypatch.setattr(gpu, "runtime", lambda: Runtime(driver=13010, major=12))
     assert gpu.card.__wrapped__() == gpu.Card("A card", 120, 100, 13010)

@@ -14,7 +14,7 @@ from forge.backends.reference import linear as definitions
 from forge.backends.reference.pointwise import gelu_slope
 
 if not (importlib.util.find_spec("nvmath") and importlib.util.find_spec("cudnn")):
-    pytest.skip("needs the packages of forge-gpt[cuda]", allow_module_level=True)
+    pytest.skip("needs the packages of the extra cuda", allow_module_level=True)
 
 from nvmath.bindings import cublasLt
 

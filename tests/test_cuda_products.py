@@ -18,7 +18,7 @@ from forge.run import choices
 from forge.tensor import Device
 
 if not (importlib.util.find_spec("nvmath") and importlib.util.find_spec("cudnn")):
-    pytest.skip("needs the packages of forge-gpt[cuda]", allow_module_level=True)
+    pytest.skip("needs the packages of the extra cuda", allow_module_level=True)
 
 import cudnn
 from nvmath.bindings import cublasLt

@@ -15,7 +15,7 @@ from forge.dtypes import to_numpy
 from forge.tensor import empty, tensor
 
 if importlib.util.find_spec("triton") is None or importlib.util.find_spec("cuda") is None:
-    pytest.skip("needs triton: pip install 'forge-gpt[cuda]'", allow_module_level=True)
+    pytest.skip("needs triton: pip install -e '.[cuda]'", allow_module_level=True)
 if shutil.which("g++") is None or platform.machine() != "x86_64":
     pytest.skip("needs g++ on x86-64", allow_module_level=True)
 

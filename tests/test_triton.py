@@ -25,7 +25,7 @@ from forge.verify import CASES, check
 
 # Not imported here: this module is loaded in the interpreter's process before it knows.
 if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton: pip install 'forge-gpt[cuda]'", allow_module_level=True)
+    pytest.skip("needs triton: pip install -e '.[cuda]'", allow_module_level=True)
 
 # Bytes of shared memory that a block may have, by architecture.
 ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -463,7 +463,7 @@ def test_no_kernel_is_left_out(apart):
 
 def test_the_row_kernel_in_cuda_cpp_compiles():
     if importlib.util.find_spec("cuda") is None:
-        pytest.skip("needs cuda-bindings: pip install 'forge-gpt[cuda]'")
+        pytest.skip("needs cuda-bindings: pip install -e '.[cuda]'")
     from forge.backends.cuda import nvrtc
 
     assert len(nvrtc.compile_file("cross_entropy.cu", 90, {"THREADS": 640, "VECTORS": 10})) > 1000
@@ -483,7 +483,7 @@ def token_kernel(arch, processors, samples):
 )
 def test_the_kernel_of_a_whole_model_compiles(apart, arch, processors, samples):
     if importlib.util.find_spec("cuda") is None:
-        pytest.skip("needs cuda-bindings: pip install 'forge-gpt[cuda]'")
+        pytest.skip("needs cuda-bindings: pip install -e '.[cuda]'")
     assert apart(token_kernel, arch, processors, samples) > 1000
 
 

@@ -65,6 +65,11 @@ class CheckpointError(ForgeError, RuntimeError):
     """A checkpoint that is absent, torn, edited or of another format."""
 
 
+def installing(extra: str) -> str:
+    """How to get the packages of one of Forge's extras: it is installed from a clone."""
+    return f"in a clone of Forge, pip install -e '.[{extra}]' installs what it needs"
+
+
 # What other libraries have as attributes of an array.
 _ELSEWHERE = {
     "T": "ops.transpose(x, (1, 0))",

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from forge.errors import ArgumentError, DataError
+from forge.errors import ArgumentError, DataError, installing
 from forge.run import metrics
 
+_LOG = "metrics.jsonl"
 _SUFFIXES = (".png", ".svg")
 # Lines until matplotlib's own colours begin again.
 _COLORS = 10
@@ -52,10 +53,27 @@ def plot(runs: Annotated[tuple[Path, ...], Parameter(name="run")], /, *, out: Pa
 
 
 def _rows(run: Path) -> list[metrics.Row]:
-    path = run / "metrics.jsonl" if run.is_dir() else run
-    rows = [row for row in metrics.read(path) if "loss" in row]
+    """The logged steps of a run folder, or of a file."""
+    if not run.exists():
+        raise DataError(
+            "[plot] expected a run folder or a file like metrics.jsonl, got a path that does not "
+            f"exist: {run}; paths begin at {Path.cwd()}"
+        )
+    if run.is_dir() and not any((run / name).exists() for name in ("config.toml", _LOG)):
+        raise DataError(
+            f"[plot] expected a run folder, got {run}, which holds no run; name one that forge "
+            "train wrote"
+        )
+    path = run / _LOG if run.is_dir() else run
+    # The file begins with the training; a run stopped before it has none.
+    found = metrics.read(path) if path.exists() else []
+    rows = [row for row in found if "loss" in row]
     if not rows:
-        raise DataError(f"[plot] expected logged steps, got none in {path}; let the run go on")
+        again = f", or go on with: forge train --resume --out {run}" if run.is_dir() else ""
+        raise DataError(
+            f"[plot] expected logged steps, got none in {run} yet; let it train for --log-every "
+            f"steps{again}"
+        )
     return rows
 
 
@@ -70,9 +88,7 @@ def _figure(runs: int) -> tuple[Any, Any]:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
-        raise ArgumentError(
-            "[plot] expected matplotlib, got none; pip install 'forge-gpt[plot]'"
-        ) from None
+        raise ArgumentError(f"[plot] expected matplotlib, got none; {installing('plot')}") from None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     if runs > _COLORS:

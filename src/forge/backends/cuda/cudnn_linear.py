@@ -15,6 +15,7 @@ import cudnn
 from forge.backends.cuda import cudnn_graph, device
 from forge.backends.cuda.algorithms import CUDNN, RefusedError, intact
 from forge.backends.cuda.cublaslt import Product
+from forge.errors import installing
 from forge.tensor import Device, empty
 
 # What the graph calls its tensors.
@@ -32,8 +33,7 @@ def version() -> int:
     try:
         number: int = cudnn.backend_version()
     except RuntimeError as error:
-        hint = "pip install 'forge-gpt[cuda]' installs what it needs"
-        raise device.absent(f"no cuDNN ({error})", hint) from error
+        raise device.absent(f"no cuDNN ({error})", installing("cuda")) from error
     return number
 
 

@@ -7,7 +7,9 @@ captured.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import sys
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +18,15 @@ from typing import Any
 
 from forge.backends import capture
 from forge.backends.cuda import precision
-from forge.errors import DeviceError, DeviceLostError, OutOfMemoryError
+from forge.errors import DeviceError, DeviceLostError, OutOfMemoryError, installing
 from forge.tensor import Device
 
 # The oldest architecture: the first with bfloat16 and asynchronous copies.
 OLDEST = 80
 # The driver that runs CUDA 13: older ones lack it, whatever the card.
 OLDEST_DRIVER = 13000
+# The driver's library.
+DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 # cudaErrorMemoryAllocation, and CUDA_ERROR_OUT_OF_MEMORY of the driver.
 OUT_OF_MEMORY = 2
 # Package and what to install it by.
@@ -98,22 +102,29 @@ def absent(reason: str, hint: str) -> DeviceError:
     return DeviceError(f"[cuda] expected a usable NVIDIA GPU, got {reason}; {hint}")
 
 
+def _no_driver() -> DeviceError:
+    return absent("no NVIDIA driver", "install one, or use --device cpu")
+
+
 @cache
 def card() -> Card:
     """The GPU; raises `DeviceError` with the reason where there is none that works."""
+    # First: where there is no driver, no package helps.
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError as unloadable:
+        raise _no_driver() from unloadable
     for package, distribution in PACKAGES.items():
         try:
             found = importlib.util.find_spec(package) is not None
         except ModuleNotFoundError:
             found = False
         if not found:
-            raise absent(
-                f"no package {distribution}", "pip install 'forge-gpt[cuda]' installs what it needs"
-            )
+            raise absent(f"no package {distribution}", installing("cuda"))
     cuda = runtime()
     _, driver = cuda.cudaDriverGetVersion()
     if not driver:
-        raise absent("no NVIDIA driver", "install one, or use --device cpu")
+        raise _no_driver()
     if driver < OLDEST_DRIVER:
         raise absent(
             f"a driver for CUDA {driver // 1000}.{driver % 1000 // 10}",
