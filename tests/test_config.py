@@ -136,7 +136,7 @@ def test_settings_that_only_other_programs_have_are_explained():
         ("MLP", "did you mean mlp?"),
         ("mpl", "did you mean mul or mlp?"),
         ("Cached-Attention", "did you mean cached_attention?"),
-        ("atention", "did you mean attention, cached_attention or attention_backward?"),
+        ("atention", "did you mean attention?"),
         ("t", "did you mean T?"),
         ("xyz", "choose from: mlp, mul, attention, attention_backward, cached_attention, T"),
     ],

@@ -7,10 +7,9 @@ the default text in about a minute on two cores.
 """
 
 import dataclasses
-import difflib
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -18,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from forge.errors import ConfigError
+from forge.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
@@ -322,19 +321,6 @@ def setting_like(word: str) -> str:
     """A hint for a word that is no setting: by another program's name for one, or by spelling."""
     name = word.replace("-", "_")
     return INSTEAD.get(name) or nearest(ELSEWHERE.get(name, name), FIELDS)
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """A hint for a misspelt word, whatever its case: the nearest of `words`, or all of them."""
-    by_case = {each.lower(): each for each in words}
-    word = word.lower().replace("-", "_")
-    if word in by_case:
-        return f"did you mean {by_case[word]}?"
-    near = difflib.get_close_matches(word, by_case, n=3)
-    if not near:
-        return f"choose from: {', '.join(by_case.values())}"
-    *first, last = (by_case[each] for each in near)
-    return f"did you mean {', '.join(first) + ' or ' if first else ''}{last}?"
 
 
 _KINDS = {int: "an integer", float: "a number", str: "a path", bool: "true or false"}

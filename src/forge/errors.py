@@ -5,7 +5,7 @@ matter, followed by one hint.
 """
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -106,6 +106,10 @@ def no_attribute(x: Any, name: str) -> Any:
     raise _absent(type(x).__name__, name, hint)
 
 
+# Names that a hint lists where none is near.
+MOST = 8
+
+
 def attribute_hints(elsewhere: Mapping[str, str]) -> Callable[[Any, str], Any]:
     """A class's `__getattr__`: raises `AttributeError` that says what there is for a name."""
 
@@ -123,13 +127,23 @@ def _absent(kind: str, name: str, hint: str | None) -> AttributeError:
     )
 
 
-def nearest(word: str, words: Collection[str]) -> str:
-    """A hint for a misspelt name: the one of `words` that it begins or is near to, or some."""
-    longer = [each for each in words if word and each.startswith(word)]
-    for match in longer or difflib.get_close_matches(word, list(words), n=1):
-        return f"did you mean {match}?"
-    some = list(words)[:5]
-    return f"choose from: {', '.join(some)}{', …' if len(words) > len(some) else ''}"
+def nearest(word: str, words: Iterable[str]) -> str:
+    """A hint for a misspelt name, whatever its case: what it begins or is near to, else some."""
+    by_case = {each.lower(): each for each in words}
+    word = word.lower().replace("-", "_")
+    near = [word] if word in by_case else [each for each in by_case if each.startswith(word)][:1]
+    if not word or not near:
+        alike = {
+            each: difflib.SequenceMatcher(None, each, word).ratio()
+            for each in difflib.get_close_matches(word, by_case, n=3)
+        }
+        # Those that are as near as the nearest, or hardly less.
+        near = [each for each, ratio in alike.items() if ratio > max(alike.values()) - 0.05]
+    if not near:
+        some = [*by_case.values()][:MOST]
+        return f"choose from: {', '.join(some)}{', …' if len(some) < len(by_case) else ''}"
+    *first, last = (by_case[each] for each in near)
+    return f"did you mean {', '.join(first) + ' or ' if first else ''}{last}?"
 
 
 def no_single_name(op: str, names: Iterable[str], error: type[ForgeError]) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from forge import training
-from forge.config import Config, nearest
-from forge.errors import ConfigError, DeviceError
+from forge.config import Config
+from forge.errors import ConfigError, DeviceError, nearest
 from forge.run.trainer import model_of, optimizer_of
 from forge.tensor import Device, zeros
 

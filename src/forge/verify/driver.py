@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forge.backends import reference, registry
-from forge.config import nearest
-from forge.errors import ArgumentError
+from forge.errors import ArgumentError, nearest
 from forge.tensor import Device
 from forge.verify.case import Case
 from forge.verify.cases import CASES

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import sys
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ OLDEST = 80
 # The driver that runs CUDA 13: older ones lack it, whatever the card.
 OLDEST_DRIVER = 13000
 # The driver's library.
-DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+DRIVER = "libcuda.so.1"
 # cudaErrorMemoryAllocation, and CUDA_ERROR_OUT_OF_MEMORY of the driver.
 OUT_OF_MEMORY = 2
 # Package and what to install it by.
