@@ -21,6 +21,15 @@ verify.run = lambda *args, **keywords: iter([bad])
 sys.exit(main())
 """
 
+STOPPED = """
+import sys
+from forge.cli import main, train
+from forge.run.session import Session
+train.introduce = train._mfu = lambda run: None
+Session.train = lambda run, reporter: False
+sys.exit(main())
+"""
+
 
 def unread(*command, **environment):
     """The exit code and the standard error of a process whose output nobody reads."""
@@ -67,7 +76,7 @@ def test_checks_that_nobody_saw_have_not_passed():
 
 def test_checks_that_were_all_made_keep_their_verdict():
     """One document is written at the end, when the exit code is known."""
-    assert unread("-c", FAILING, "verify", "--json") == (1, "")
+    assert unread("-c", FAILING, "verify", "--json", "--device=reference") == (1, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -100,3 +109,15 @@ def test_a_full_disk_under_the_output_keeps_its_exit_code(trained, unbuffered):
     assert done.returncode == 4
     assert done.stderr.startswith("forge: [system] expected files and devices to work, got: No s")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_training_that_was_stopped_says_so_by_its_code_where_nobody_reads_its_line(
+    tmp_path, unbuffered
+):
+    """As Ctrl-C in a pipeline, which ends the reader as well."""
+    words = ["train", "--steps=3", f"--out={tmp_path / 'run'}", "--device=reference"]
+    code, error = unread("-c", STOPPED, *words, PYTHONUNBUFFERED=unbuffered)
+    assert code == 130
+    assert error.count("\n") == 1
+    assert "expected a reader of what it prints, got none any more" in error

@@ -27,7 +27,7 @@ DONE, USER, NON_FINITE, MACHINE, BUG = 0, 2, 3, 4, 70
 EPILOGUE = """\
 Exit codes: 0 done, 1 a check failed, 2 a mistake in what was asked, 3 stopped on a number that \
 is not finite, 4 the machine failed (disk, memory, GPU), 130 interrupted (Ctrl-C, SIGTERM, SIGHUP, \
-or a reader of a training's output that left). With --debug an error \
+or a reader of what train or verify prints that left). With --debug an error \
 shows where in the code it happened."""
 
 

@@ -66,15 +66,14 @@ def train(
             console = Console(soft_wrap=True)
             with reporter(console, run.trainer.step, run.config.steps, mfu) as report:
                 finished = run.train(report)
+            if not finished:
+                print(f"Stopped at step {run.trainer.step}; go on with\n  {again}", flush=True)
+                return EXIT_INTERRUPTED
         except BrokenPipeError as error:
             raise ReaderLeftError(
                 "[train] expected a reader of what it prints, got none any more, and stopped at "
                 f"step {run.trainer.step}; go on with: {again}"
             ) from error
-        if not finished:
-            print(f"Stopped at step {run.trainer.step}; go on with")
-            print(f"  {again}")
-            return EXIT_INTERRUPTED
         conclude(run)
     return 0
 
