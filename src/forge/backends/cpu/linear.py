@@ -35,14 +35,14 @@ _ONE = f32(1.0)
 def matmul(
     a: Tensor,
     b: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     *,
     out: Tensor,
-    trans_a: bool,
-    trans_b: bool,
-    alpha: float,
-    b_rows: int | None,
-    accumulate: bool,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    alpha: float = 1.0,
+    b_rows: int | None = None,
+    accumulate: bool = False,
 ) -> None:
     """out (+)= alpha op(a) op(b) + bias; `b_rows` uses only b's first rows, as stored."""
     # The shapes of a and out tell how much of b is used.
@@ -168,7 +168,7 @@ def product_workspace(
 
 
 def matmul_workspace(
-    a: Tensor, *rest: Any, out: Tensor, trans_a: bool, **_: Any
+    a: Tensor, *rest: Any, out: Tensor, trans_a: bool = False, **_: Any
 ) -> tuple[int, ...]:
     """Bytes of the scratch."""
     K = a.shape[-2] if trans_a else a.shape[-1]
@@ -177,11 +177,11 @@ def matmul_workspace(
 
 def linear_workspace(x: Tensor, *rest: Any, out: Tensor, **_: Any) -> tuple[int, ...]:
     """Bytes of the scratch."""
-    return matmul_workspace(x, out=out, trans_a=False)
+    return matmul_workspace(x, out=out)
 
 
 def matmul_gelu_backward_workspace(
     dy: Tensor, *rest: Any, out: Tensor, **_: Any
 ) -> tuple[int, ...]:
     """Bytes of the scratch."""
-    return matmul_workspace(dy, out=out, trans_a=False)
+    return matmul_workspace(dy, out=out)

@@ -239,7 +239,7 @@ def linear_cross_entropy(
         block = logits.view((count, rows))
         counted = targets.array[start : start + count]
         its_losses = losses.array[start : start + count]
-        _product(part, wte, block, trans_b=True, b_rows=rows)
+        matmul(part, wte, out=block, trans_b=True, b_rows=rows)
         if dx is None and dwte is None:
             lse = empty((count,), "float32", x.device)
             _losses[x.dtype](bits(block), counted, ignore_index, lse.array, its_losses)
@@ -247,9 +247,10 @@ def linear_cross_entropy(
         run = _losses_and_gradients if x.dtype == "float32" else _low_losses_and_gradients
         run(bits(block), counted, ignore_index, _scalar(weight), its_losses)
         if dx is not None:
-            _product(block, wte, dx.view((count, C), start * C), b_rows=rows)
+            matmul(block, wte, out=dx.view((count, C), start * C), b_rows=rows)
         if dwte is not None:
-            _product(block, part, dwte.view((rows, C)), trans_a=True, accumulate=start > 0)
+            whole = dwte.view((rows, C))
+            matmul(block, part, out=whole, trans_a=True, accumulate=start > 0)
     if dwte is not None:
         # Without a chunk nothing has written the rest.
         dwte.array[rows if N else 0 :] = 0
@@ -306,26 +307,3 @@ def chunk_rows(N: int, rows: int, dtype: str) -> int:
         return max(1, fitting)
     chunks = max(1, -(-N // (fitting // GROUP * GROUP)))
     return max(1, -(-N // (chunks * GROUP))) * GROUP
-
-
-def _product(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    trans_a: bool = False,
-    trans_b: bool = False,
-    b_rows: int | None = None,
-    accumulate: bool = False,
-) -> None:
-    matmul(
-        a,
-        b,
-        None,
-        out=out,
-        trans_a=trans_a,
-        trans_b=trans_b,
-        alpha=1.0,
-        b_rows=b_rows,
-        accumulate=accumulate,
-    )

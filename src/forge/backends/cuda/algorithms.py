@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from forge import cache
 
+# A product by an algorithm: a function of the addresses of a, b and out, of alpha, and of the
+# addresses of bias and pre. It raises `RefusedError` where its library does not take it.
+Kernel = Callable[[int, int, int, float, int, int], None]
 # How an algorithm of cuDNN begins.
 CUDNN = "cudnn "
 # The 64 bytes of one of cuBLASLt, as hexadecimal; or the name of a plan of cuDNN.

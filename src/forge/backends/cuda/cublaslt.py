@@ -7,7 +7,6 @@ is written as the library's 64 bytes in hexadecimal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 from nvmath.bindings import cublasLt
 
 from forge.backends.cuda import device
-from forge.backends.cuda.algorithms import RefusedError
+from forge.backends.cuda.algorithms import Kernel, RefusedError
 from forge.errors import DeviceLostError
 from forge.tensor import Device
 
@@ -102,7 +101,8 @@ class Matmul:
         self, algorithm: np.ndarray, a: int, b: int, out: int, alpha: float, bias: int, pre: int
     ) -> None:
         """Compute; raises `RefusedError` where the library does not take the algorithm."""
-        self._point(bias, pre)
+        if bias or pre:
+            self._point(bias, pre)
         self._scalars[0] = alpha
         scalars = self._scalars.ctypes.data
         try:
@@ -143,8 +143,8 @@ class Matmul:
                 cell = self._addresses[i:].ctypes.data
                 cublasLt.matmul_desc_set_attribute(self._desc, int(name), cell, 8)
 
-    def kernel(self, algorithm: str) -> Callable[[int, int, int, float, int, int], None]:
-        """This product by an algorithm: a function of addresses and alpha, as `__call__`'s."""
+    def kernel(self, algorithm: str) -> Kernel:
+        """This product by an algorithm."""
         return partial(self, np.frombuffer(bytes.fromhex(algorithm), np.uint8).copy())
 
     def candidates(self) -> list[str]:

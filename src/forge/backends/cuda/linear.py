@@ -17,14 +17,14 @@ ALIGNED = 8
 def matmul(
     a: Tensor,
     b: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     *,
     out: Tensor,
-    trans_a: bool,
-    trans_b: bool,
-    alpha: float,
-    b_rows: int | None,
-    accumulate: bool,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    alpha: float = 1.0,
+    b_rows: int | None = None,
+    accumulate: bool = False,
 ) -> None:
     """out (+)= alpha op(a) op(b) + bias; `b_rows` uses only b's first rows, as stored."""
     m, n = out.shape[-2:]
@@ -40,17 +40,7 @@ def matmul(
         if trans_b and n % ALIGNED and n < b.shape[0]:
             # Unaligned rows would take the library four times as long.
             whole = empty((m, b.shape[0]), out.dtype, out.device)
-            matmul(
-                a,
-                b,
-                None,
-                out=whole,
-                trans_a=False,
-                trans_b=True,
-                alpha=1.0,
-                b_rows=None,
-                accumulate=False,
-            )
+            matmul(a, b, out=whole, trans_b=True)
             shape.slice(whole, out=out, start=(0, 0), step=(1, 1))
             return
     if bias is not None:
@@ -119,17 +109,7 @@ def linear(
                 pointwise.gelu(before, out=out, form=gelu)
             return
     before = out if pre is None else pre
-    matmul(
-        x,
-        w,
-        bias,
-        out=before,
-        trans_a=False,
-        trans_b=False,
-        alpha=1.0,
-        b_rows=None,
-        accumulate=False,
-    )
+    matmul(x, w, bias, out=before)
     if gelu is not None:
         pointwise.gelu(before, out=out, form=gelu)
 
@@ -159,17 +139,7 @@ def matmul_gelu_backward(
             if sums is not None:
                 reduce.sum_rows(out, out=sums)
             return
-    matmul(
-        dy,
-        w,
-        None,
-        out=out,
-        trans_a=False,
-        trans_b=True,
-        alpha=1.0,
-        b_rows=None,
-        accumulate=False,
-    )
+    matmul(dy, w, out=out, trans_b=True)
     pointwise.gelu_backward(pre, out, out=out, sums=sums, form=form)
 
 

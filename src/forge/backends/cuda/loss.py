@@ -193,7 +193,7 @@ def linear_cross_entropy(
         n = min(chunk, N - first)
         logits = scratch.view((n, padded))
         part = x.view((n, C), first * C)
-        _product(part, wte, logits, trans_b=True)
+        matmul(part, wte, out=logits, trans_b=True)
         _each_row(
             logits,
             targets.view((n,), first),
@@ -205,34 +205,12 @@ def linear_cross_entropy(
             ignore_index,
         )
         if dx is not None:
-            _product(logits, wte, dx.view((n, C), first * C))
+            matmul(logits, wte, out=dx.view((n, C), first * C))
         if total is not None:
-            _product(logits, part, total, trans_a=True, accumulate=first > 0)
+            matmul(logits, part, out=total, trans_a=True, accumulate=first > 0)
     if dwte is not None and total is not None and total is not dwte:
         cast(total, out=dwte)
     _sum(losses, weight, out)
-
-
-def _product(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    trans_a: bool = False,
-    trans_b: bool = False,
-    accumulate: bool = False,
-) -> None:
-    matmul(
-        a,
-        b,
-        None,
-        out=out,
-        trans_a=trans_a,
-        trans_b=trans_b,
-        alpha=1.0,
-        b_rows=None,
-        accumulate=accumulate,
-    )
 
 
 def _each_row(

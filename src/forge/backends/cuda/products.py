@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from statistics import median
 from typing import Any
@@ -21,14 +21,11 @@ from nvmath.bindings import cublasLt
 from forge import dtypes
 from forge.backends import notice
 from forge.backends.cuda import cudnn_linear, device
-from forge.backends.cuda.algorithms import RefusedError, Table
+from forge.backends.cuda.algorithms import Kernel, RefusedError, Table
 from forge.backends.cuda.cublaslt import Matmul, Product
 from forge.cache import folder
 from forge.errors import DeviceError
 from forge.tensor import Device, empty
-
-# A function of the addresses of a, b and out, of alpha, and of the addresses of bias and pre.
-Kernel = Callable[[int, int, int, float, int, int], None]
 
 # Below this many multiply-adds a product is over before a difference between candidates shows;
 # from the second number on it draws so much power that a GPU lowers its clock.

@@ -12,14 +12,14 @@ from forge.tensor import Tensor
 def matmul(
     a: Tensor,
     b: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     *,
     out: Tensor,
-    trans_a: bool,
-    trans_b: bool,
-    alpha: float,
-    b_rows: int | None,
-    accumulate: bool,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    alpha: float = 1.0,
+    b_rows: int | None = None,
+    accumulate: bool = False,
 ) -> None:
     """out (+)= alpha op(a) op(b) + bias; `b_rows` uses only b's first rows, as stored."""
     x, y = read(a), read(b)
